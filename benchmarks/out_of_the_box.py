@@ -1,0 +1,137 @@
+"""SISA and NSISA with their defaults beside AdamW with its best learning rate, on three tasks.
+
+    python -m benchmarks.out_of_the_box --data DIR --out results/out_of_the_box.json
+
+`--sweep` runs a grid of sigma and rho instead, from which the defaults were chosen (on validation).
+DIR holds the folders `mnist` and `ptb` with the original gz files; digits need scikit-learn only.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchpisa
+from benchmarks.tasks import TASKS
+
+STEPS = {"mlp": 2000, "cnn": 2000, "transformer": 3000}
+EVALUATIONS = 20
+ADAMW = [{"lr": lr} for lr in (3e-4, 1e-3, 3e-3, 1e-2)]
+
+
+def make(name: str, model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer by name."""
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), weight_decay=0.0, **settings)
+    if name == "nsisa":
+        groups = torchpisa.optim.param_groups.split(model)
+        return torchpisa.NSISA(groups, **settings)
+    return torchpisa.SISA(model.parameters(), **settings)
+
+
+def train(
+    task_name: str, optimizer: str, settings: dict[str, Any], seed: int, data: str, device: str
+) -> dict[str, Any]:
+    """Train once with a linear decay of lr over the last fifth; return the curves."""
+    torch.set_num_threads(1)
+    task = TASKS[task_name](Path(data), torch.device(device))
+    torch.manual_seed(seed)
+    model = task.model()
+    generator = torch.Generator(device).manual_seed(seed)
+    opt = make(optimizer, model, settings)
+    steps, tail = STEPS[task_name], STEPS[task_name] // 5
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: min(1.0, (steps - k) / tail))
+    curve, losses, start = [], [], time.perf_counter()
+    batches = settings.get("batches", 1)
+    for step in range(1, steps + 1):
+        for _ in range(batches):
+            opt.zero_grad()
+            loss = task.loss(model, task.draw(generator))
+            loss.backward()
+            opt.step()
+        schedule.step()
+        losses.append(loss.detach())
+        if step % (steps // EVALUATIONS) == 0:
+            recent = torch.stack(losses[-(steps // EVALUATIONS) :]).mean()
+            curve.append((step, float(recent), task.evaluate(model, "validation")))
+    return {
+        "task": task_name,
+        "optimizer": optimizer,
+        "settings": settings,
+        "seed": seed,
+        "metric": task.metric,
+        "better": task.better,
+        "curve": curve,
+        "validation": curve[-1][2],
+        "test": task.evaluate(model, "test"),
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def plan(sweep: bool, tasks: list[str], seeds: int) -> list[tuple[Any, ...]]:
+    """The runs: (task, optimizer, settings, seed)."""
+    if not sweep:
+        choices = [("adamw", s) for s in ADAMW] + [("sisa", {}), ("nsisa", {})]
+        return [(t, o, s, k) for t in tasks for o, s in choices for k in range(seeds)]
+    sisa = itertools.product((0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (3e2, 1e3, 3e3, 1e4, 3e4))
+    nsisa = itertools.product((10.0, 20.0, 40.0, 80.0, 160.0), (0.0, 100.0, 1000.0))
+    choices = [("adamw", s) for s in ADAMW]
+    choices += [("sisa", {"sigma": s, "rho": r}) for s, r in sisa]
+    choices += [("nsisa", {"sigma": s, "rho": r}) for s, r in nsisa]
+    return [(t, o, s, k) for t in tasks for o, s in choices for k in range(seeds)]
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Mean and deviation over seeds, a row per task, optimizer and settings."""
+    rows = ["| task | optimizer | settings | validation | test |", "|---|---|---|---|---|"]
+    key = lambda run: (run["task"], run["optimizer"], json.dumps(run["settings"]))  # noqa: E731
+    for (task, optimizer, settings), group in itertools.groupby(sorted(runs, key=key), key):
+        same = list(group)
+        cells = []
+        for split in ("validation", "test"):
+            values = [run[split] for run in same]
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}")
+        rows.append(f"| {task} | {optimizer} | {settings} | {cells[0]} | {cells[1]} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default="data")
+    parser.add_argument("--out", default="results/out_of_the_box.json")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    hardware = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    versions = {"torchpisa": torchpisa.__version__, "torch": torch.__version__}
+    header = {"steps": STEPS, "device": hardware, "versions": versions}
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    runs: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+        jobs = plan(args.sweep, args.tasks, args.seeds)
+        futures = [pool.submit(train, *job, args.data, args.device) for job in jobs]
+        for future in as_completed(futures):
+            runs.append(future.result())
+            last = runs[-1]
+            print(f"{len(runs)}/{len(jobs)} {last['task']} {last['optimizer']} "
+                  f"{last['settings']} {last['validation']:.3f}", flush=True)
+            out.write_text(json.dumps({**header, "runs": runs}) + "\n")
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Three small tasks of different kinds: an MLP, a CNN and a transformer, each a few minutes on a CPU.
+
+A task has training data on the device, a model, a loss and a metric. Folders with the original
+files of MNIST and Penn Treebank are given by the caller; digits come with scikit-learn.
+"""
+
+import gzip
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["TASKS", "Task"]
+
+
+@dataclass
+class Task:
+    """A model to train on batches of a fixed size.
+
+    Attributes:
+        model: makes a fresh model.
+        draw: draws a training batch, with a generator on the device.
+        loss: loss of a model on a batch.
+        evaluate: metric of a model on "validation" or "test".
+        metric: name of the metric.
+        better: 1 if more of it is better, -1 if less.
+    """
+
+    model: Callable[[], nn.Module]
+    draw: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+    evaluate: Callable[[nn.Module, str], float]
+    metric: str
+    better: int
+
+
+def _classification(
+    model: Callable[[], nn.Module], splits: dict[str, tuple[Tensor, Tensor]], batch_size: int
+) -> Task:
+    x, y = splits["train"]
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        index = torch.randint(len(x), (batch_size,), generator=generator, device=x.device)
+        return x[index], y[index]
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module, split: str) -> float:
+        x, y = splits[split]
+        hits = sum(
+            (model(a).argmax(1) == b).sum() for a, b in zip(x.split(5000), y.split(5000), strict=True)
+        )
+        return 100 * float(hits) / len(y)
+
+    return Task(
+        model, draw, lambda m, b: F.cross_entropy(m(b[0]), b[1]), evaluate, "accuracy (%)", 1
+    )
+
+
+def digits_mlp(data: Path, device: torch.device) -> Task:
+    """MLP 64-128-128-10 on scikit-learn's 8x8 digits: 1,000 to train, 297 to validate, 500 to test."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    x = torch.tensor(images, dtype=torch.float32)[order].to(device) / 16
+    y = torch.tensor(labels)[order].to(device)
+    cuts = {"train": slice(0, 1000), "validation": slice(1000, 1297), "test": slice(1297, None)}
+
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+        ).to(device)
+
+    return _classification(model, {k: (x[c], y[c]) for k, c in cuts.items()}, 64)
+
+
+def mnist_cnn(data: Path, device: torch.device) -> Task:
+    """Two convolutions and two linear layers on MNIST; the last 5,000 training images validate."""
+
+    def read(name: str) -> np.ndarray:
+        with gzip.open(data / "mnist" / f"{name}.gz") as file:
+            raw = file.read()
+        dims = raw[3]
+        shape = np.frombuffer(raw, ">u4", dims, 4).astype(int)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
+
+    def split(images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+        x = torch.tensor(images, dtype=torch.float32).unsqueeze(1) / 255
+        return ((x - 0.1307) / 0.3081).to(device), torch.tensor(labels).long().to(device)
+
+    images, labels = read("train-images-idx3-ubyte"), read("train-labels-idx1-ubyte")
+    splits = {
+        "train": split(images[:-5000], labels[:-5000]),
+        "validation": split(images[-5000:], labels[-5000:]),
+        "test": split(read("t10k-images-idx3-ubyte"), read("t10k-labels-idx1-ubyte")),
+    }
+
+    def model() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(32 * 49, 128), nn.ReLU(), nn.Linear(128, 10)),
+        ).to(device)
+
+    return _classification(model, splits, 128)
+
+
+class CharTransformer(nn.Module):
+    """Two pre-norm causal layers over characters."""
+
+    def __init__(self, characters: int, context: int, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.token = nn.Embedding(characters, width)
+        self.position = nn.Parameter(0.02 * torch.randn(context, width))
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, characters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        hidden = self.token(x) + self.position[: x.shape[1]]
+        return self.head(self.layers(hidden, mask=mask, is_causal=True))
+
+
+def ptb_transformer(data: Path, device: torch.device) -> Task:
+    """Two-layer transformer on the characters of Penn Treebank, contexts of 64, batches of 32."""
+    context, batch_size = 64, 32
+    names = {"train": "train", "validation": "valid", "test": "test"}
+    texts = {}
+    for split, name in names.items():
+        with gzip.open(data / "ptb" / f"ptb.{name}.txt.gz", "rt") as file:
+            texts[split] = file.read()
+    characters = sorted(set("".join(texts.values())))
+    number = {c: i for i, c in enumerate(characters)}
+    codes = {
+        k: torch.tensor([number[c] for c in text]).to(device) for k, text in texts.items()
+    }
+    offsets = torch.arange(context + 1, device=device)
+
+    def windows(split: str, starts: Tensor) -> tuple[Tensor, Tensor]:
+        block = codes[split][starts[:, None] + offsets]
+        return block[:, :-1], block[:, 1:]
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        last = len(codes["train"]) - context - 1
+        return windows(
+            "train", torch.randint(last, (batch_size,), generator=generator, device=device)
+        )
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module, split: str) -> float:
+        starts = torch.arange(0, len(codes[split]) - context - 1, context, device=device)[:2048]
+        losses = [loss(model, windows(split, part)) * len(part) for part in starts.split(256)]
+        return float(sum(losses)) / len(starts) / math.log(2)
+
+    def model() -> nn.Module:
+        return CharTransformer(len(characters), context).to(device)
+
+    return Task(model, draw, loss, evaluate, "bits per character", -1)
+
+
+TASKS = {"mlp": digits_mlp, "cnn": mnist_cnn, "transformer": ptb_transformer}

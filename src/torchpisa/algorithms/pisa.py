@@ -1,0 +1,79 @@
+r"""Algorithm 1: Preconditioned Inexact Stochastic ADMM (PISA), as pure functions of tensors.
+
+The paper keeps a copy \(w_i\) of the weights for every batch. Here only the difference
+\(d_i = w_i - w\) exists, for the length of one call; `algorithms/README.md` shows that nothing is
+lost. One round, with the equations of the paper:
+
+    for i in range(m):
+        g_i     = gradient of F_i at w                                  # (2.10)
+        sigma_i = sigma_i / gamma_i                                     # (2.12)
+        d_i     = -(sigma_i I + rho_i Q_i)^-1 residual(pi_i, g_i)       # (2.13), the preconditioner
+        u_i, pi_i = local_step(pi_i, d_i, sigma_i)                      # (2.13), (2.14)
+    w = consensus(w, sum(a_i * u_i), sum(a_i * sigma_i), lambda)        # (2.9)
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Local", "consensus", "initial_consensus", "local_step", "residual"]
+
+Scalar = float | Tensor
+
+
+class Local(NamedTuple):
+    r"""What batch i leaves behind in one round.
+
+    Attributes:
+        contribution: \(u_i = \pi_i + 2 \sigma_i d_i\), what the batch adds to the consensus.
+        dual: \(\pi_i\), the new Lagrange multiplier.
+    """
+
+    contribution: Tensor
+    dual: Tensor
+
+
+def residual(dual: Tensor, grad: Tensor) -> Tensor:
+    r"""\(r_i = \pi_i + g_i\), the right-hand side of equation (2.13)."""
+    return dual + grad
+
+
+def local_step(dual: Tensor, d: Tensor, sigma: Scalar, dual_decay: float = 1.0) -> Local:
+    r"""Equations (2.13) and (2.14) for one batch.
+
+    Args:
+        dual: \(\pi_i^\ell\).
+        d: \(d_i = w_i^{\ell+1} - w^{\ell+1}\), from a preconditioner.
+        sigma: \(\sigma_i^{\ell+1}\), already divided by gamma.
+        dual_decay: factor on the new dual; the paper's algorithms have none (1).
+    """
+    delta = sigma * d
+    return Local(contribution=dual + 2 * delta, dual=dual_decay * (dual + delta))
+
+
+def consensus(
+    w: Tensor, total: Tensor, total_sigma: Scalar, consensus_decay: float = 0.0, lr: Scalar = 1.0
+) -> Tensor:
+    r"""Equation (2.9) in delta form: the next \(w\).
+
+    \(w + \mathrm{lr}\,(U - \lambda w) / (S + \mathrm{lr}\,\lambda)\). The relative learning rate
+    divides sigma and rho alike, which leaves every \(u_i\) as it is, so this is the only place
+    where it enters.
+
+    Args:
+        w: \(w^{\ell+1}\).
+        total: \(U = \sum_i \alpha_i u_i\).
+        total_sigma: \(S = \sum_i \alpha_i \sigma_i^{\ell+1}\).
+        consensus_decay: \(\lambda\).
+        lr: relative learning rate; 0 leaves the weights where they are.
+    """
+    if consensus_decay == 0:
+        return w + (lr / total_sigma) * total
+    return w + (lr / (total_sigma + lr * consensus_decay)) * (total - consensus_decay * w)
+
+
+def initial_consensus(
+    w: Tensor, total_sigma: Scalar, consensus_decay: float, lr: Scalar = 1.0
+) -> Tensor:
+    r"""The very first consensus, where every \(w_i^0 = w^0\) and every dual is zero."""
+    return w * (total_sigma / (total_sigma + lr * consensus_decay))

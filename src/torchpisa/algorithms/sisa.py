@@ -1,0 +1,55 @@
+r"""Algorithm 2: Second moment-based Inexact Stochastic ADMM (SISA).
+
+PISA with \(Q_i = \mathrm{Diag}(\sqrt{m_i})\), equation (4.2). Everything else of the round is in
+`pisa.py`.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+
+__all__ = ["Scheme", "direction", "root_moment", "update_moment"]
+
+Scheme = Literal["adagrad", "rmsprop", "adam"]
+
+
+def update_moment(moment: Tensor, r: Tensor, scheme: Scheme, beta: float) -> Tensor:
+    r"""Equation (4.4): what is kept of \(r_i \odot r_i\) from round to round.
+
+    Scheme I (`"adagrad"`) sums, Schemes II (`"rmsprop"`) and III (`"adam"`) average; Scheme III
+    keeps \(n_i\) and corrects its bias in `root_moment`.
+    """
+    if scheme == "adagrad":
+        return moment + r * r
+    return beta * moment + (1 - beta) * (r * r)
+
+
+def root_moment(
+    moment: Tensor, step: Scalar, scheme: Scheme, beta: float, eta: float = math.inf
+) -> Tensor:
+    r"""The diagonal of Q, \(\sqrt{m_i} = \min(\sqrt{\tilde m_i}, \eta_i)\): (4.3) and (4.4).
+
+    Args:
+        moment: \(\tilde m_i\) (Schemes I and II) or \(n_i\) (Scheme III) after its update.
+        step: how often the moment was updated, \(\ell + 1\) when no round was missed.
+        scheme: `"adagrad"`, `"rmsprop"` or `"adam"`.
+        beta: \(\beta_i\).
+        eta: \(\eta_i\), the cap of the preconditioner.
+    """
+    root = moment.sqrt()
+    if scheme == "adam":
+        correction = 1 - beta**step
+        root = root / (correction.sqrt() if isinstance(correction, Tensor) else correction**0.5)
+    return root if eta == math.inf else torch.clamp(root, max=eta)
+
+
+def direction(r: Tensor, root: Tensor, sigma: Scalar, rho: Scalar, eps: float = 0.0) -> Tensor:
+    r"""Equation (4.5): \(d_i = -r_i / (\sigma_i + \rho_i (\sqrt{m_i} + \epsilon))\).
+
+    The paper has no epsilon; the published scripts use 1e-8.
+    """
+    return -r / (sigma + rho * (root + eps))

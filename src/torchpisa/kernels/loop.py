@@ -1,0 +1,136 @@
+"""The plain loop over parameters: the specification that every other kernel is tested against."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms import pisa
+from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
+from torchpisa.preconditioners import LocalProblem
+from torchpisa.preconditioners.base import State
+
+__all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
+
+
+@torch.no_grad()
+def local_step(job: LocalJob) -> None:
+    """Equations (2.10) to (2.14) for one batch; with `job.move` also the consensus (2.9)."""
+    chunks = [job.members] if job.preconditioner.joint else [[member] for member in job.members]
+    for chunk in chunks:
+        if not chunk:
+            continue
+        problems = [_problem(job, member) for member in chunk]
+        states = [
+            _own_state(job, member, problem.dual.dtype)
+            for member, problem in zip(chunk, problems, strict=True)
+        ]
+        solved = job.preconditioner.solve_all(problems, states)
+        for member, problem, state, (d, new_state) in zip(
+            chunk, problems, states, solved, strict=True
+        ):
+            local = pisa.local_step(problem.dual, d, job.sigma, job.dual_decay)
+            _store(job, member, problem, local, state, new_state)
+
+
+@torch.no_grad()
+def add_dual(members: list[Member], slot: int, weight: float) -> None:
+    """Let an absent batch contribute its dual, u_i = pi_i."""
+    for _, _, state in members:
+        state["pending"].add_(state[state_key("dual", slot)], alpha=weight)
+
+
+@torch.no_grad()
+def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
+    """Equation (2.9) from the sum in `pending`; nothing moves if `keep` is False."""
+    for member in members:
+        _move(member, real(member.state["pending"]), move, keep)
+
+
+@torch.no_grad()
+def residual_norm(job: LocalJob) -> list[Tensor]:
+    """Norm of r_i, a 0-d tensor per member with elements."""
+    problems = (_problem(job, member) for member in job.members)
+    return [torch.linalg.vector_norm(problem.residual) for problem in problems]
+
+
+def _problem(job: LocalJob, member: Member) -> LocalProblem:
+    param, grad, state = member
+    dtype = compute_dtype(real(param), real(state[state_key("dual", job.slot)]))
+    dual = real(state[state_key("dual", job.slot)]).to(dtype)
+    w = real(param).to(dtype)
+    g = torch.zeros_like(w) if grad is None else real(grad).to(dtype)
+    if job.grad_scale is not None and grad is not None:
+        g = g / job.grad_scale.to(g.device)
+    if job.maximize:
+        g = -g
+    if job.weight_decay != 0:
+        g = g + job.weight_decay * w
+    r = pisa.residual(dual, g)
+    if job.clip_scale is not None and job.preconditioner.clips:
+        r = r * job.clip_scale.to(r.device)
+    step = state[state_key("step", job.slot)]
+    return LocalProblem(
+        param=param,
+        grad=g,
+        dual=dual,
+        residual=r,
+        sigma=job.sigma,
+        rho=job.rho,
+        weight_decay=job.weight_decay,
+        step=step + 1 if step.device.type != "cpu" else step.item() + 1,
+        present=grad is not None,
+    )
+
+
+def _own_state(job: LocalJob, member: Member, dtype: torch.dtype) -> State:
+    """The preconditioner's state of this batch, by the names it was initialised with."""
+    suffix = state_key("", job.slot)
+    own = {}
+    for key, value in member.state.items():
+        name = key.removesuffix(suffix)
+        if name != key and name not in ("dual", "step"):
+            value = real(value)
+            own[name] = value.to(dtype) if value.is_floating_point() else value
+    return own
+
+
+def _store(
+    job: LocalJob,
+    member: Member,
+    problem: LocalProblem,
+    local: pisa.Local,
+    state: State,
+    new_state: State,
+) -> None:
+    keep = None if job.keep is None else job.keep.to(problem.dual.device)
+    chosen = _chooser(keep)
+    own = member.state
+    contribution = chosen(local.contribution, problem.dual)
+    real(own[state_key("dual", job.slot)]).copy_(chosen(local.dual, problem.dual))
+    for name, value in new_state.items():
+        real(own[state_key(name, job.slot)]).copy_(chosen(value, state[name]))
+    step = own[state_key("step", job.slot)]
+    step.add_(1 if keep is None else keep.to(step.device))
+    if job.move is not None:
+        _move(member, contribution, job.move, keep)
+    elif own["arrived"]:
+        real(own["pending"]).add_(contribution, alpha=job.weight)
+    else:
+        real(own["pending"]).copy_(job.weight * contribution)
+    own["arrived"] |= 1 << job.slot
+
+
+def _chooser(keep: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+    if keep is None:
+        return lambda new, old: new
+    return lambda new, old: torch.where(keep, new, old)
+
+
+def _move(member: Member, total: Tensor, move: Move, keep: Tensor | None) -> None:
+    w = real(member.param)
+    dtype = torch.promote_types(w.dtype, total.dtype)
+    moved = pisa.consensus(
+        w.to(dtype), total.to(dtype), move.total_sigma, move.consensus_decay, move.lr
+    )
+    w.copy_(moved if keep is None else torch.where(keep.to(w.device), moved, w.to(dtype)))

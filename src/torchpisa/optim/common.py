@@ -1,0 +1,81 @@
+"""Arguments that PISA, SISA and NSISA share, with their defaults."""
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from torchpisa.penalty import Gamma
+
+__all__ = ["DEFAULTS", "SHARED", "Common"]
+
+
+class Common(TypedDict, total=False):
+    r"""Arguments that every optimizer here takes.
+
+    Attributes:
+        gamma: \(\gamma_i\) of equation (2.12), in (0, 1]: sigma is divided by it in every round.
+            A number, a function of the iteration (see `torchpisa.penalty`), or one of either per
+            batch. Default 1.
+        batches: \(m\), the number of batches that make a round. `step()` is called once for each
+            of them; the weights move in the last call. Default 1.
+        weights: \(\alpha_i\), the batches' shares of the data, or their sizes. Constant in time.
+            Default equal.
+        lr: relative learning rate, a number or a tensor, for torch's schedulers: it divides sigma
+            and rho. Default 1.
+        weight_decay: \(\mu - \lambda\), L2 term in every batch's gradient. Default 0.
+        consensus_decay: \(\lambda\), L2 term at the consensus. Default 0.
+        clip: largest norm of \(\pi_i + g_i\) over all parameters; None for no clipping. Unlike
+            clipping gradients it does not move the solution. Default None.
+        dual_decay: factor in [0, 1] on every new dual. Below 1 it forgets, and with unequal
+            batches the solution moves. Default 1, the paper.
+        initial_consensus: take the paper's very first consensus, \(w^0 S/(S + \lambda)\), when the
+            parameters are given to the optimizer. Not when resuming. Default False.
+        nonfinite: what to do with a batch whose gradients are not all finite: `"raise"`, `"skip"`
+            (the batch counts as absent) or `"ignore"` (do not look). On a GPU only `"raise"` waits
+            for the device. Default `"raise"`.
+        maximize: maximise instead of minimise. Default False.
+        foreach: one call per operation for all parameters instead of a loop over them; None
+            decides. Default None.
+        capturable: keep everything that changes in tensors on the parameters' device, so that
+            whole rounds can be captured in a CUDA graph. Default False.
+        state_dtype: dtype of duals and other state; None is the parameter's own, but float32 for
+            half-precision parameters. Complex parameters keep theirs. Default None.
+    """
+
+    gamma: Gamma | Sequence[Gamma]
+    batches: int
+    weights: Sequence[float] | None
+    lr: float | Tensor
+    weight_decay: float
+    consensus_decay: float
+    clip: float | None
+    dual_decay: float
+    initial_consensus: bool
+    nonfinite: Literal["raise", "skip", "ignore"]
+    maximize: bool
+    foreach: bool | None
+    capturable: bool
+    state_dtype: torch.dtype | None
+
+
+DEFAULTS: Common = {
+    "gamma": 1.0,
+    "batches": 1,
+    "weights": None,
+    "lr": 1.0,
+    "weight_decay": 0.0,
+    "consensus_decay": 0.0,
+    "clip": None,
+    "dual_decay": 1.0,
+    "initial_consensus": False,
+    "nonfinite": "raise",
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "state_dtype": None,
+}
+
+# One value for the whole optimizer: a round is a round of all parameters.
+SHARED = ("batches", "weights", "clip", "nonfinite")

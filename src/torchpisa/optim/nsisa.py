@@ -1,0 +1,173 @@
+"""NSISA, Algorithm 3."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from torchpisa.algorithms.sisa import Scheme
+from torchpisa.optim import arguments
+from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.common import Common
+from torchpisa.optim.rounds import Group
+from torchpisa.optim.sisa import check_second_moment
+from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["NSISA"]
+
+
+class NSISA(ConsensusOptimizer):
+    r"""Newton-Schulz-based Inexact Stochastic ADMM (Algorithm 3).
+
+    \[
+    \begin{aligned}
+    b_i &\leftarrow \mu_i b_i + g_i, \qquad o_i = \mathtt{NewtonSchulz}(b_i), \\
+    d_i &= -\frac{\pi_i + o_i + \epsilon_i^{\ell+1} v_i}{\sigma_i + \rho_i |\pi_i + o_i|}, \\
+    \pi_i &\leftarrow \pi_i + \sigma_i d_i, \qquad
+    w \leftarrow w + \frac{\sum_i \alpha_i (\pi_i^{\mathrm{old}} + 2 \sigma_i d_i) - \lambda w}
+                          {\sum_i \alpha_i \sigma_i + \lambda}.
+    \end{aligned}
+    \]
+
+    That is for matrices, convolutions (flattened to two dimensions) among them. Everything else
+    takes SISA's rule in the same consensus. Each parameter group is split into these two kinds; to
+    decide yourself, give groups `orthogonalize=True` or `False`, or let
+    `torchpisa.optim.param_groups.split(model)` keep embeddings and the output layer from being
+    orthogonalised.
+
+    With batches that differ, NSISA as printed settles where \(\sum_i \alpha_i o_i = 0\), which is
+    not a stationary point of the loss. Use SISA for uneven data.
+
+    Args:
+        params: parameters or parameter groups; groups may override everything but `batches`,
+            `weights`, `clip` and `nonfinite`.
+        sigma: \(\sigma_i^0 > 0\) for matrices: 1/sigma is comparable to Muon's learning rate. One
+            number, or one per batch.
+        rho: \(\rho_i \ge 0\) for matrices. One number, or one per batch.
+        momentum: \(\mu_i\) in [0, 1).
+        nesterov: orthogonalise \(g_i + \mu_i b_i\), as the published GPT-2 script does.
+        ns_steps: Newton-Schulz iterations.
+        perturbation: \(\epsilon_i\) in [0, 1); it stands in where \(\pi_i + o_i\) is exactly zero.
+        aspect_scaling: multiply \(o_i\) by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), as the
+            published GPT-2 script does.
+        sisa_sigma: sigma of what is not orthogonalised.
+        sisa_rho: rho of what is not orthogonalised.
+        scheme: see `SISA`; likewise `beta`, `eta` and `eps`.
+        beta: see `SISA`.
+        eta: see `SISA`.
+        eps: see `SISA`.
+        **common: see `torchpisa.optim.Common`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        sigma: float | Sequence[float] = 80.0,
+        rho: float | Sequence[float] = 100.0,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        ns_steps: int = 5,
+        perturbation: float = 1e-8,
+        aspect_scaling: bool = False,
+        sisa_sigma: float | Sequence[float] = 0.1,
+        sisa_rho: float | Sequence[float] = 1e3,
+        scheme: Scheme = "adam",
+        beta: float = 0.999,
+        eta: float = math.inf,
+        eps: float = 0.0,
+        **common: "Unpack[Common]",
+    ) -> None:
+        own = {
+            "orthogonalize": True,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "perturbation": perturbation,
+            "aspect_scaling": aspect_scaling,
+            "sisa_sigma": sisa_sigma,
+            "sisa_rho": sisa_rho,
+            "scheme": scheme,
+            "beta": beta,
+            "eta": eta,
+            "eps": eps,
+        }
+        super().__init__(params, sigma, rho, own, **common)
+
+    def preconditioner(self, group: Group) -> Preconditioner:
+        if not group["orthogonalize"]:
+            return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
+        on_gpu = any(param.is_cuda for param in group["params"])
+        return NewtonSchulz(
+            group["momentum"],
+            group["nesterov"],
+            group["ns_steps"],
+            group["perturbation"],
+            group["aspect_scaling"],
+            # Tensor cores; o is a direction of unit scale, and the iteration corrects itself.
+            torch.bfloat16 if on_gpu else None,
+        )
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a parameter group: as one of matrices and one of the rest, unless it says which."""
+        params = param_group["params"]
+        if isinstance(params, set):  # torch refuses sets, with the reason
+            super().add_param_group(param_group)
+        entries = [params] if isinstance(params, Tensor) else list(params)
+        kinds: dict[bool, list[object]] = {True: [], False: []}
+        for entry in entries:
+            kinds[is_matrix(_tensor(entry))].append(entry)
+        if "orthogonalize" in param_group:
+            kinds = {param_group["orthogonalize"]: entries}
+        before = len(self.param_groups)
+        try:
+            for orthogonalize, of_kind in kinds.items():
+                if of_kind:
+                    self._add({**param_group, "params": of_kind, "orthogonalize": orthogonalize})
+        except Exception:
+            del self.param_groups[before:]
+            raise
+
+    def _add(self, group: Group) -> None:
+        if not group["orthogonalize"]:
+            for name in ("sigma", "rho"):
+                group = {name: group.get(f"sisa_{name}", self.defaults[f"sisa_{name}"]), **group}
+        super().add_param_group(group)
+
+    def _check_own(self, group: Group) -> None:
+        for flag in ("orthogonalize", "nesterov", "aspect_scaling"):
+            arguments.check_choice(flag, group[flag], (True, False))
+        arguments.check_range("momentum", group["momentum"], 0, 1, high_open=True)
+        arguments.check_range("perturbation", group["perturbation"], 0, 1, high_open=True)
+        arguments.check_count("ns_steps", group["ns_steps"])
+        check_second_moment(group)
+        for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
+            arguments.per_batch(f"sisa_{name}", group[f"sisa_{name}"], group["batches"], check)
+        if group["orthogonalize"]:
+            for param in map(_tensor, group.get("params", [])):
+                if isinstance(param, Tensor) and not is_matrix(param):
+                    raise ValueError(
+                        "orthogonalize must be False for parameters that are not real matrices, "
+                        f"got {group['orthogonalize']!r} for one of shape {tuple(param.shape)}"
+                    )
+
+
+def is_matrix(param: object) -> bool:
+    """Whether `param` can be orthogonalised: real, with at least two dimensions, and not empty."""
+    return (
+        isinstance(param, Tensor)
+        and param.dim() >= 2
+        and not param.is_complex()
+        and param.numel() > 0
+    )
+
+
+def _tensor(entry: object) -> object:
+    """The parameter of a plain or a named entry."""
+    return entry[1] if isinstance(entry, tuple) else entry

@@ -1,0 +1,56 @@
+"""Parameter groups for models whose matrices are not all to be orthogonalised."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchpisa.optim.nsisa import is_matrix
+
+__all__ = ["split"]
+
+
+def split(model: nn.Module, head: str | Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """Groups for NSISA: hidden matrices orthogonalised; embeddings, output layer and vectors not.
+
+    Args:
+        model: the model. A parameter shared by an embedding and another layer counts as embedding.
+        head: name or names of the output layers, as in `model.named_modules()`. By default what
+            `model.get_output_embeddings()` returns if there is such a method (transformers), else
+            the last `nn.Linear`. `()` for none.
+
+    Returns:
+        Two groups with named parameters, `orthogonalize=True` and `False`; frozen parameters are
+        left out. Add settings of your own to them, such as `group["weight_decay"] = 0.1`.
+    """
+    modules = dict(model.named_modules())
+    embeddings = [m for m in modules.values() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    apart = {id(p) for m in [*embeddings, *_heads(model, modules, head)] for p in m.parameters()}
+    groups: list[dict[str, Any]] = [
+        {"params": [], "orthogonalize": True},
+        {"params": [], "orthogonalize": False},
+    ]
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            orthogonalize = is_matrix(param) and id(param) not in apart
+            groups[0 if orthogonalize else 1]["params"].append((name, param))
+    return [group for group in groups if group["params"]]
+
+
+def _heads(
+    model: nn.Module, modules: dict[str, nn.Module], head: str | Iterable[str] | None
+) -> list[nn.Module]:
+    if head is not None:
+        names = [head] if isinstance(head, str) else list(head)
+        for name in names:
+            if name not in modules:
+                raise ValueError(
+                    f"head must name modules of the model, got {name!r}; "
+                    f"there are {', '.join(filter(None, modules))}"
+                )
+        return [modules[name] for name in names]
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(output, nn.Module):
+        return [output]
+    linear: list[nn.Module] = [m for m in modules.values() if isinstance(m, nn.Linear)]
+    return linear[-1:]

@@ -1,0 +1,113 @@
+"""What an optimizer says about itself: the memory of its state, and its steps in familiar terms."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpisa.kernels.job import real, state_key
+from torchpisa.optim import rounds
+from torchpisa.optim.rounds import Group
+from torchpisa.preconditioners import Preconditioner
+
+__all__ = ["Effective", "Memory", "Range", "effective", "memory"]
+
+# Enough for quantiles of a report, few enough to cost nothing.
+_SAMPLES_PER_TENSOR = 4096
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of an optimizer's state.
+
+    Attributes:
+        bytes: all of it.
+        bytes_per_parameter: the same, per element of the parameters.
+        by_name: bytes by kind of state, all batches together.
+    """
+
+    bytes: int
+    bytes_per_parameter: float
+    by_name: dict[str, int]
+
+
+class Range(NamedTuple):
+    """Smallest, middle and largest value."""
+
+    min: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Effective:
+    r"""How a parameter group moves, in the terms of gradient descent with momentum.
+
+    With \(q\) the diagonal of Q, over all coordinates and batches; None where Q has no diagonal or
+    no step was taken yet.
+
+    Attributes:
+        step: \(\mathrm{lr}/S\), what a gradient that stays the same is multiplied by in the end.
+        first_step: \(2\,\mathrm{lr}/(\sigma + \rho q)\), what a new gradient is multiplied by.
+        momentum: \(\rho q/(\sigma + \rho q)\), the momentum coefficient of each coordinate.
+        stable_curvature: \(\frac{2}{3}(\sigma + 2 \rho q)/\mathrm{lr}\), the curvature up to which
+            the iteration is stable.
+    """
+
+    step: float
+    first_step: Range | None
+    momentum: Range | None
+    stable_curvature: Range | None
+
+
+def memory(state: Mapping[Tensor, Mapping[str, Any]], groups: Sequence[Group]) -> Memory:
+    """Add up the tensors in `state`."""
+    by_name: dict[str, int] = {}
+    for own in state.values():
+        for key, value in own.items():
+            if isinstance(value, Tensor):
+                name = key.partition(".")[0]
+                size = value.numel() * value.element_size()
+                by_name[name] = by_name.get(name, 0) + size
+    total = sum(by_name.values())
+    elements = sum(param.numel() for group in groups for param in group["params"])
+    return Memory(total, total / max(1, elements), by_name)
+
+
+@torch.no_grad()
+def effective(
+    group: Group, preconditioner: Preconditioner, state: Mapping[Tensor, Mapping[str, Any]]
+) -> Effective:
+    """See `Effective`."""
+    lr = float(group["lr"])
+    sigmas, rhos = rounds.per_batch(group, "sigma"), rounds.per_batch(group, "rho")
+    scales: list[tuple[float, Tensor]] = []
+    for param in group["params"]:
+        own = state.get(param, {})
+        for slot, (sigma, rho) in enumerate(zip(sigmas, rhos, strict=True)):
+            step = own.get(state_key("step", slot))
+            if step is None or not step or not param.numel():
+                continue
+            suffix = state_key("", slot)
+            named = {k.removesuffix(suffix): real(v) for k, v in own.items() if k.endswith(suffix)}
+            q = preconditioner.diagonal(named["dual"], named, step.item())
+            if q is not None:
+                q = q.reshape(-1)[:: max(1, q.numel() // _SAMPLES_PER_TENSOR)]
+                scales.append((float(sigma), float(rho) * q.double().cpu()))
+    step_size = lr / float(rounds.total_sigma(group))
+    if not scales:
+        return Effective(step_size, None, None, None)
+    sigma = torch.cat([torch.full_like(rq, s) for s, rq in scales])
+    rq = torch.cat([rq for _, rq in scales])
+    return Effective(
+        step=step_size,
+        first_step=_range(2 * lr / (sigma + rq)),
+        momentum=_range(rq / (sigma + rq)),
+        stable_curvature=_range((2 / 3) * (sigma + 2 * rq) / lr) if lr else None,
+    )
+
+
+def _range(values: Tensor) -> Range:
+    return Range(float(values.min()), float(values.median()), float(values.max()))

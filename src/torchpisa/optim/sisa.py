@@ -1,0 +1,78 @@
+"""SISA, Algorithm 2."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch.optim.optimizer import ParamsT
+
+from torchpisa.algorithms.sisa import Scheme
+from torchpisa.optim import arguments
+from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.common import Common
+from torchpisa.optim.rounds import Group
+from torchpisa.preconditioners import SecondMoment
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["SISA"]
+
+
+class SISA(ConsensusOptimizer):
+    r"""Second moment-based Inexact Stochastic ADMM (Algorithm 2).
+
+    PISA with \(Q_i = \mathrm{Diag}(\sqrt{m_i})\):
+
+    \[
+    \begin{aligned}
+    r_i &= \pi_i + g_i, &
+    d_i &= -\frac{r_i}{\sigma_i + \rho_i \sqrt{m_i}}, \qquad m_i \text{ from } r_i \odot r_i, \\
+    \pi_i &\leftarrow \pi_i + \sigma_i d_i, &
+    w &\leftarrow w + \frac{\sum_i \alpha_i (\pi_i^{\mathrm{old}} + 2 \sigma_i d_i) - \lambda w}
+                          {\sum_i \alpha_i \sigma_i + \lambda}.
+    \end{aligned}
+    \]
+
+    Args:
+        params: parameters or parameter groups; groups may override everything but `batches`,
+            `weights`, `clip` and `nonfinite`.
+        sigma: \(\sigma_i^0 > 0\), the penalty: 1/sigma is the step that a constant gradient ends
+            up with. One number, or one per batch.
+        rho: \(\rho_i \ge 0\), the weight of the second moment: 1/rho is comparable to Adam's
+            learning rate. One number, or one per batch.
+        scheme: `"adagrad"`, `"rmsprop"` or `"adam"`: Schemes I, II and III of equation (4.4).
+        beta: \(\beta_i\) of Schemes II and III, in (0, 1).
+        eta: \(\eta_i\), cap of \(\sqrt{m_i}\), equation (4.3).
+        eps: added to \(\sqrt{m_i}\); the paper has 0, the published scripts 1e-8.
+        **common: see `torchpisa.optim.Common`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        sigma: float | Sequence[float] = 0.1,
+        rho: float | Sequence[float] = 1e3,
+        scheme: Scheme = "adam",
+        beta: float = 0.999,
+        eta: float = math.inf,
+        eps: float = 0.0,
+        **common: "Unpack[Common]",
+    ) -> None:
+        own = {"scheme": scheme, "beta": beta, "eta": eta, "eps": eps}
+        super().__init__(params, sigma, rho, own, **common)
+
+    def preconditioner(self, group: Group) -> SecondMoment:
+        return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
+
+    def _check_own(self, group: Group) -> None:
+        check_second_moment(group)
+
+
+def check_second_moment(group: Group) -> None:
+    """Check what SISA's rule needs in a parameter group."""
+    arguments.check_choice("scheme", group["scheme"], ("adagrad", "rmsprop", "adam"))
+    arguments.check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
+    arguments.check_range("eta", group["eta"], 0, low_open=True)
+    arguments.check_range("eps", group["eps"], 0, high_open=True)

@@ -1,0 +1,100 @@
+r"""Rules for the penalty: \(\sigma_i^{\ell+1} = \sigma_i^\ell / \gamma_i\), equation (2.12).
+
+`gamma` of an optimizer is a number in (0, 1] or any function that returns one for the iteration
+\(\ell = 0, 1, 2, \dots\) The rules of the paper that are not constant are here.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Every", "Gamma", "WarmDown", "gamma_l", "k0"]
+
+Gamma = float | Callable[[int], float]
+
+
+def k0(gamma: float) -> int:
+    r"""\(k_0 = \lceil \ln\gamma / \ln 0.99 \rceil\), Appendix A.2.
+
+    Dividing by `gamma` every \(k_0\) iterations grows sigma about as fast as dividing by 0.99 every
+    time.
+
+    >>> [k0(gamma) for gamma in (0.5, 0.7, 0.9, 0.99)]
+    [69, 36, 11, 1]
+    """
+    _check_gamma(gamma)
+    return max(1, math.ceil(math.log(gamma) / math.log(0.99)))
+
+
+@dataclass(frozen=True)
+class Every:
+    r"""`gamma` every `k0` iterations, 1 otherwise.
+
+    The sigmas with an index that is a multiple of \(k_0\) are the ones that change: the first
+    change is in the \(k_0\)-th round, and `k0=1` is the constant rule.
+
+    Args:
+        gamma: \(\gamma\) in (0, 1].
+        k0: \(k_0 \ge 1\); by default the paper's `k0(gamma)`.
+    """
+
+    gamma: float
+    k0: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_gamma(self.gamma)
+        if self.k0 is None:
+            object.__setattr__(self, "k0", k0(self.gamma))
+        _check_count("k0", self.k0)
+
+    def __call__(self, iteration: int) -> float:
+        assert self.k0 is not None
+        return self.gamma if (iteration + 1) % self.k0 == 0 else 1.0
+
+
+def gamma_l(t: float, s: int, n: int) -> Every:
+    r"""\(\gamma_\ell(t, s)\) of the hyperparameter table: t every s epochs.
+
+    Args:
+        t: \(\gamma\) when it applies.
+        s: number of epochs between two changes.
+        n: iterations in an epoch (rounds, not steps).
+    """
+    _check_count("s", s)
+    _check_count("n", n)
+    return Every(t, s * n)
+
+
+@dataclass(frozen=True)
+class WarmDown:
+    r"""\(\gamma_\ell = 1 - 1/(E - \lfloor \ell/n \rfloor)\) of the hyperparameter table.
+
+    With one iteration per epoch sigma grows as \(1/(1 - \ell/E)\), which is a linear decay of the
+    step to zero. In the last epoch the printed rule is 0 (an infinite sigma); from there on sigma
+    stays.
+
+    Args:
+        epochs: \(E\), the number of epochs of the whole training.
+        n: iterations in an epoch (rounds, not steps).
+    """
+
+    epochs: int
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _check_count("epochs", self.epochs)
+        _check_count("n", self.n)
+
+    def __call__(self, iteration: int) -> float:
+        left = self.epochs - iteration // self.n
+        return 1 - 1 / left if left > 1 else 1.0
+
+
+def _check_gamma(gamma: float) -> None:
+    if not 0 < gamma <= 1:
+        raise ValueError(f"gamma must be in (0, 1], got {gamma!r}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")

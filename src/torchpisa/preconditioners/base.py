@@ -1,0 +1,80 @@
+r"""What a preconditioner is: the solver of one batch's local problem, equation (2.13)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+
+__all__ = ["LocalProblem", "Preconditioner", "State"]
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LocalProblem:
+    r"""What batch i knows about one parameter when it is its turn.
+
+    Attributes:
+        param: the parameter, \(w\). Complex parameters have real `grad`, `dual` and `residual`
+            with a last dimension of size 2.
+        grad: \(g_i\), the L2 term included.
+        dual: \(\pi_i\).
+        residual: \(r_i = \pi_i + g_i\), clipped if the optimizer clips.
+        sigma: \(\sigma_i\) of this round.
+        rho: \(\rho_i\).
+        weight_decay: \(\mu - \lambda\), already part of `grad`; curvature needs it too.
+        step: how often this batch has updated this parameter's state, this time included.
+        present: False when the batch did not reach the parameter and its loss gradient is zero.
+    """
+
+    param: Tensor
+    grad: Tensor
+    dual: Tensor
+    residual: Tensor
+    sigma: Scalar
+    rho: Scalar
+    weight_decay: float
+    step: Scalar
+    present: bool = True
+
+
+class Preconditioner(ABC):
+    r"""Solves \(d_i = -(\sigma_i I + \rho_i Q_i)^{-1} r_i\) for a \(Q_i\) of its own choosing.
+
+    A subclass implements `solve` and, if it remembers anything, `init`. Both are pure: tensors in,
+    new tensors out; the optimizer keeps the state, one dictionary per parameter and batch, so the
+    same object serves every parameter, every batch and every machine. \(Q_i\) should satisfy
+    \(0 \preceq Q_i \preceq \eta_i I\), equation (2.11).
+
+    Attributes:
+        clips: whether `solve` looks at `residual`, so that the optimizer's `clip` acts on it.
+        joint: whether all parameters of a group are to be solved at once (`solve_all`).
+    """
+
+    clips: ClassVar[bool] = True
+    joint: ClassVar[bool] = False
+
+    def init(self, param: Tensor) -> dict[str, Tensor]:
+        """State of one batch for `param` before the first round, by name. None by default."""
+        return {}
+
+    @abstractmethod
+    def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        """The step d of one parameter, shaped like `problem.residual`, and the new state."""
+
+    def solve_all(
+        self, problems: Sequence[LocalProblem], states: Sequence[State]
+    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """`solve` for several parameters; joint preconditioners override it."""
+        return [self.solve(problem, state) for problem, state in zip(problems, states, strict=True)]
+
+    def check(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (optional)
+        """Raise if `params` cannot be solved for; called before the optimizer changes anything."""
+
+    def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor | None:
+        """Diagonal of Q as of the last solve, for reports; None if Q has no useful one."""
+        return None

@@ -1,0 +1,26 @@
+"""Q = I."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
+
+__all__ = ["Identity"]
+
+
+@dataclass(frozen=True)
+class Identity(Preconditioner):
+    r"""\(Q_i = I\): \(d_i = -r_i / (\sigma_i + \rho_i)\), the simplest choice of Section 4.
+
+    With equal sigma and rho the duals of all batches then add up to one dual on the averaged
+    gradient: momentum, without any protection against uneven data.
+    """
+
+    def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        return -problem.residual / (problem.sigma + problem.rho), {}
+
+    def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor:
+        return torch.ones_like(dual)

@@ -1,0 +1,70 @@
+"""Orthogonalised momentum, the preconditioner of NSISA."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms import nsisa
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
+
+__all__ = ["NewtonSchulz"]
+
+
+@dataclass(frozen=True)
+class NewtonSchulz(Preconditioner):
+    r"""NSISA's rule for one matrix, equation (4.6).
+
+    \(d_i = -(\pi_i + o_i + \epsilon_i^{\ell+1} v_i) / (\sigma_i + \rho_i |\pi_i + o_i|)\).
+
+    For matrices; a tensor of more dimensions (a convolution) is flattened to rows of its first one.
+    The gradient enters through the orthogonalised momentum only, so `clip` does not apply.
+
+    Args:
+        momentum: \(\mu_i\) in \(b_i = \mu_i b_i + g_i\).
+        nesterov: orthogonalise \(g_i + \mu_i b_i\) instead of \(b_i\).
+        ns_steps: Newton-Schulz iterations.
+        perturbation: \(\epsilon_i\) in [0, 1).
+        aspect_scaling: multiply \(o_i\) by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), as the
+            published GPT-2 script does.
+        dtype: what Newton-Schulz is computed in; the state's dtype by default.
+    """
+
+    clips: ClassVar[bool] = False
+
+    momentum: float = 0.95
+    nesterov: bool = False
+    ns_steps: int = 5
+    perturbation: float = 1e-8
+    aspect_scaling: bool = False
+    dtype: torch.dtype | None = None
+
+    def init(self, param: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(param)}
+
+    def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        momentum, b = nsisa.momentum_step(
+            state["momentum"], problem.grad, self.momentum, self.nesterov
+        )
+        d = nsisa.direction(
+            problem.dual,
+            self.orthogonalize(b),
+            problem.sigma,
+            problem.rho,
+            self.perturbation**problem.step,
+        )
+        return d, {"momentum": momentum}
+
+    def orthogonalize(self, b: Tensor) -> Tensor:
+        """The orthogonalised momentum o for b, in the shape of `b`."""
+        matrix = b.flatten(1)
+        o = nsisa.newton_schulz(matrix, self.ns_steps, self.dtype)
+        rows, cols = matrix.shape
+        if self.aspect_scaling and rows > cols:
+            o = o * (rows / cols) ** 0.5
+        return o.reshape(b.shape)
+
+    def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor:
+        return (dual + self.orthogonalize(state["momentum"])).abs()

@@ -1,0 +1,210 @@
+"""The package as a whole: what it ships, what it imports, what it documents."""
+
+import ast
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "torchpisa"
+API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
+
+# Which rooms of the package a room may import, besides itself.
+MAY_IMPORT = {
+    "algorithms": set(),
+    "penalty": set(),
+    "data": set(),
+    "preconditioners": {"algorithms"},
+    "kernels": {"algorithms", "preconditioners"},
+    "optim": {"algorithms", "preconditioners", "kernels", "penalty"},
+    "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
+}
+INTERNAL = {"kernels"}  # no part of the public interface
+
+Member = griffe.Object | griffe.Alias
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+# The wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT)
+    (path,) = folder.glob("torchpisa-*.whl")
+    return path
+
+
+def test_wheel_holds_the_package_only(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"torchpisa"}
+    expected = {f"torchpisa/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert "torchpisa/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+ALONE = """
+import importlib.metadata, importlib.resources, sys
+
+sys.modules["numpy"] = None  # importing it raises from here on
+import torch
+import torchpisa
+
+unwanted = {"sklearn", "matplotlib", "rich", "flwr", "transformers"} & set(sys.modules)
+assert not unwanted, f"import torchpisa also imports {unwanted}"
+assert torchpisa.__version__ == importlib.metadata.version("torchpisa")
+assert importlib.resources.files("torchpisa").joinpath("py.typed").is_file()
+assert all(isinstance(c, type) for c in (torchpisa.PISA, torchpisa.SISA, torchpisa.NSISA))
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+before = [p.detach().clone() for p in model.parameters()]
+opt = torchpisa.SISA(model.parameters())
+model(torch.randn(5, 3)).square().mean().backward()
+opt.step()
+for old, new in zip(before, model.parameters()):
+    assert new.isfinite().all() and not torch.equal(old, new)
+"""
+
+
+@pytest.mark.index
+def test_wheel_works_with_torch_alone(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+    run(*pip, "install", "-qq", wheel, "-c", ROOT / "constraints.txt")
+    run(python, "-c", ALONE, cwd=tmp_path)
+
+
+# The direction of imports
+
+
+def rooms() -> set[str]:
+    return {path.stem for path in SOURCE.iterdir() if path.suffix == ".py"} | {
+        path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()
+    }
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Every module a file imports: its full name, the line, whether at module level."""
+    package = ["torchpisa", *path.relative_to(SOURCE).parent.parts]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, node.module] if node.module else base)
+            # `from torchpisa import x` names the room in x.
+            names = [module]
+            if module == "torchpisa":
+                names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield name, node.lineno, node not in inside
+
+
+def test_every_room_has_its_rule() -> None:
+    assert rooms() == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_import_direction(room: str) -> None:
+    files = sorted((SOURCE / room).rglob("*.py")) or [SOURCE / f"{room}.py"]
+    wrong = []
+    for path in files:
+        for name, line, at_module_level in imports(path):
+            top, _, rest = name.partition(".")
+            if top == "torchpisa":
+                allowed = rest.partition(".")[0] in MAY_IMPORT[room] | {room}
+            elif top == "torch" or top in sys.stdlib_module_names:
+                allowed = True
+            else:  # optional packages, inside the function that needs them
+                allowed = not at_module_level and room != "algorithms"
+            if not allowed:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+# The documentation of what is public
+
+
+@pytest.fixture(scope="module")
+def package() -> Member:
+    return griffe.load("torchpisa", search_paths=[ROOT / "src"], resolve_aliases=True)
+
+
+def public_modules(module: Member) -> Iterator[Member]:
+    """The modules under `module`; a subpackage with `__all__` lists the public ones there."""
+    yield module
+    listed = None if module.path == "torchpisa" else module.exports
+    for name, child in module.modules.items():
+        if listed is None:
+            public = not (child.is_alias or name.startswith("_") or name in INTERNAL)
+        else:
+            public = name in map(str, listed)
+        if public:
+            yield from public_modules(child)
+
+
+def documented(package: Member) -> set[str]:
+    """The canonical paths that the directives of the API pages show."""
+    shown = set()
+    for page in API_PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^::: (\S+)\n((?:[ ]+.*\n|\n)*)", text, re.MULTILINE):
+            target = package[match[1].removeprefix("torchpisa.")]
+            shown.add(target.canonical_path)
+            if target.is_module:
+                listed = re.findall(r"^ +- (\w+)$", match[2], re.MULTILINE)
+                names = listed or [name for name, m in target.members.items() if m.is_public]
+                shown |= {target[name].canonical_path for name in names}
+    return shown
+
+
+def test_public_names_are_documented(package: Member) -> None:
+    shown = documented(package)
+    public = [
+        module[name]
+        for module in public_modules(package)
+        for name in map(str, module.exports or ())
+        if name != "__version__"
+    ]
+    assert {"PISA", "SISA", "NSISA"} <= {member.name for member in public}
+    without_docstring = {m.path for m in public if not m.has_docstring}
+    assert not without_docstring, f"no docstring: {sorted(without_docstring)}"
+    missing = {m.path for m in public if not m.is_module and m.canonical_path not in shown}
+    assert not missing, f"on no page of docs/api: {sorted(missing)}"
+
+
+# The repository
+
+
+def test_files_are_small() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listing = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    paths = [ROOT / name for name in listing.split("\0") if name]
+    large = [p.relative_to(ROOT).as_posix() for p in paths if p.exists() and p.stat().st_size > 1e6]
+    assert not large, f"1 MB or more: {large}"
