@@ -57,7 +57,10 @@ def train(
             opt.zero_grad()
             loss = task.loss(model, task.draw(generator))
             loss.backward()
-            opt.step()
+            try:
+                opt.step()
+            except FloatingPointError:  # diverged: nothing was changed, so the metric is still one
+                opt.zero_grad()
         schedule.step()
         losses.append(loss.detach())
         if step % (steps // EVALUATIONS) == 0:

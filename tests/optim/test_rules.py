@@ -1,0 +1,275 @@
+"""The rules that keep it ADMM: on heterogeneous batches the optimum is reached, and the tempting
+alternatives do not reach it."""
+
+import statistics
+
+import pytest
+import torch
+
+from tests.optim.least_squares import LeastSquares
+from torchpisa import PISA, SISA
+
+PROBLEM = LeastSquares()
+
+
+def sisa(w, **settings):
+    """SISA as the rules are tested with: sigma at the curvature, everything else unequal."""
+    chosen = {"sigma": PROBLEM.curvature, "rho": 1.0, "batches": PROBLEM.m, **settings}
+    return SISA([w], weights=PROBLEM.weights, **chosen)
+
+
+def step(opt, w, i, **kwargs):
+    opt.zero_grad()
+    PROBLEM.loss(i, w).backward()
+    opt.step(batch=i, **kwargs)
+
+
+def rounds(opt, w, count, present=lambda round_: range(PROBLEM.m), before=lambda round_: None):
+    for k in range(count):
+        before(k)
+        for i in present(k):
+            step(opt, w, i)
+        opt.flush()
+
+
+def test_full_rounds_reach_the_optimum():
+    w = PROBLEM.start()
+    rounds(sisa(w), w, 150)
+    assert PROBLEM.error(w) < 1e-8
+
+
+def test_thirty_percent_present():
+    generator = torch.Generator().manual_seed(1)
+    w = PROBLEM.start()
+    some = lambda k: torch.randperm(PROBLEM.m, generator=generator)[:3].tolist()  # noqa: E731
+    rounds(sisa(w), w, 400, some)
+    assert PROBLEM.error(w) < 1e-8
+
+
+def test_flush_takes_the_rule_for_absent_batches():
+    """Pi += D; w += (Pi + D) / S, the server's form of the same rule."""
+    w = PROBLEM.start()
+    opt = PISA([w], sigma=2.0, rho=3.0, batches=PROBLEM.m, weights=PROBLEM.weights)
+    rounds(opt, w, 3)
+    pi = {i: opt.state[w][f"dual.{i}"].clone() for i in range(PROBLEM.m)}
+    total = sum(a * pi[i] for i, a in enumerate(PROBLEM.weights))
+    expected, delta = w.detach().clone(), torch.zeros_like(w)
+    for i in (7, 2):
+        (g,) = torch.autograd.grad(PROBLEM.loss(i, w), w)
+        delta += PROBLEM.weights[i] * 2.0 * -(pi[i] + g) / (2.0 + 3.0)
+        step(opt, w, i)
+    opt.flush()
+    expected += (total + delta + delta) / 2.0
+    torch.testing.assert_close(w.detach(), expected, rtol=1e-12, atol=0)
+    for i in set(range(PROBLEM.m)) - {7, 2}:
+        assert torch.equal(opt.state[w][f"dual.{i}"], pi[i])
+
+
+def dropping(present, count, lr=lambda k: 1.0):
+    """What the rules replace: leave out who is missing and renormalise. Returns all iterates."""
+    w = PROBLEM.start().detach()
+    sigma, rho = PROBLEM.curvature, 1.0
+    pi = torch.zeros(PROBLEM.m, PROBLEM.n, dtype=torch.float64)
+    iterates = []
+    for k in range(count):
+        top, bottom = torch.zeros_like(w), 0.0
+        for i in present(k):
+            x = w.clone().requires_grad_()
+            (g,) = torch.autograd.grad(PROBLEM.loss(i, x), x)
+            d = -(pi[i] + g) / (sigma + rho)
+            top += PROBLEM.weights[i] * (pi[i] + 2 * sigma * d)
+            bottom += PROBLEM.weights[i] * sigma
+            pi[i] += sigma * d
+        w = w + lr(k) * top / bottom
+        iterates.append(w)
+    return iterates
+
+
+def test_dropping_absent_batches_would_be_wrong():
+    generator = torch.Generator().manual_seed(1)
+    some = lambda k: torch.randperm(PROBLEM.m, generator=generator)[:3].tolist()  # noqa: E731
+    assert PROBLEM.error(dropping(some, 400)[-1]) > 1e-2
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", ["decaying", "warming up from zero", "zero in mid-run"])
+def test_lr_schedules_reach_the_optimum(name, tensor):
+    schedule = {
+        "decaying": lambda k: max(0.2, 0.99**k),
+        "warming up from zero": lambda k: min(1.0, k / 200),
+        "zero in mid-run": lambda k: float(not 20 <= k < 80),
+    }[name]
+    w = PROBLEM.start()
+    lr = torch.tensor(1.0, dtype=torch.float64) if tensor else 1.0
+    opt = sisa(w, lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
+    for _ in range(500):
+        rounds(opt, w, 1)
+        scheduler.step()
+    assert PROBLEM.error(w) < 1e-8
+
+
+def test_lr_zero_moves_duals_only():
+    w = PROBLEM.start()
+    before = w.detach().clone()
+    opt = sisa(w, lr=0.0, consensus_decay=0.1)
+    rounds(opt, w, 5)
+    assert torch.equal(w.detach(), before)
+    assert opt.state[w]["dual.0"].abs().max() > 0
+
+
+def test_lr_equals_dividing_sigma_and_rho():
+    ends = []
+    for settings in ({"lr": 0.25}, {"sigma": 4 * PROBLEM.curvature, "rho": 4.0}):
+        w = PROBLEM.start()
+        rounds(sisa(w, consensus_decay=0.3, **settings), w, 50)
+        ends.append(w.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-12, atol=1e-14)
+
+
+def test_clipping_the_residual_reaches_the_optimum():
+    w = PROBLEM.start()
+    opt = sisa(w, clip=1.0)
+    first = [float(torch.autograd.grad(PROBLEM.loss(i, w), w)[0].norm()) for i in range(PROBLEM.m)]
+    assert max(first) > 10, "the clip must bite for the test to say anything"
+    rounds(opt, w, 200)
+    assert PROBLEM.error(w) < 1e-8
+
+
+def test_clipping_gradients_does_not():
+    w = PROBLEM.start()
+    opt = sisa(w)
+    for _ in range(400):
+        for i in range(PROBLEM.m):
+            opt.zero_grad()
+            PROBLEM.loss(i, w).backward()
+            torch.nn.utils.clip_grad_norm_([w], 1.0)
+            opt.step()
+    assert PROBLEM.error(w) > 0.1
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+def test_clip_is_the_norm_over_all_parameters(foreach):
+    """Two groups, two dtypes: one norm over everything."""
+    a = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    b = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    opt = PISA([{"params": [a]}, {"params": [b]}], sigma=1.0, rho=0.0, clip=1.5, foreach=foreach)
+    a.grad, b.grad = torch.tensor([2.0, 4.0]), torch.tensor([4.0], dtype=torch.float64)  # norm 6
+    opt.step()
+    torch.testing.assert_close(a.detach(), torch.tensor([0.0, 0.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(b.detach(), torch.zeros(1).double(), atol=1e-6, rtol=0)
+
+
+def test_gradients_missing_at_random():
+    """Batch i's mini-batches reach the parameter with probability p_i, so the objective is
+    sum a_i p_i F_i. Counting a missing gradient as zero keeps approaching its optimum as lr falls;
+    freezing the batch (as if absent) or dropping it stalls at another point."""
+    generator = torch.Generator().manual_seed(3)
+    chances = torch.linspace(0.3, 1.0, PROBLEM.m, dtype=torch.float64)
+    shares = [a * float(p) for a, p in zip(PROBLEM.weights, chances, strict=True)]
+    hessian = sum(s * a.T @ a / len(a) for s, a in zip(shares, PROBLEM.a, strict=True))
+    slope = sum(
+        s * a.T @ b / len(a) for s, a, b in zip(shares, PROBLEM.a, PROBLEM.b, strict=True)
+    )
+    optimum = torch.linalg.solve(hessian, slope)
+    count = 3000
+    reached = torch.rand(count, PROBLEM.m, generator=generator, dtype=torch.float64) < chances
+    lr = lambda k: 1 / (1 + k / 30)  # noqa: E731
+
+    def run(freeze):
+        w = PROBLEM.start()
+        opt = sisa(w)
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lr)
+        for k in range(count):
+            for i in range(PROBLEM.m):
+                opt.zero_grad()
+                if reached[k, i]:
+                    PROBLEM.loss(i, w).backward()
+                if reached[k, i] or not freeze:
+                    opt.step(batch=i)
+            opt.flush()
+            schedule.step()
+            yield w.detach().clone()
+
+    def errors(iterates):
+        distances = [float((w - optimum).norm()) for w in iterates]
+        return statistics.mean(distances[200:300]), statistics.mean(distances[-300:])
+
+    early, late = errors(run(freeze=False))
+    assert late < 0.5 * early
+    for wrong in (run(freeze=True), dropping(lambda k: reached[k].nonzero().flatten(), count, lr)):
+        early_wrong, late_wrong = errors(wrong)
+        assert late_wrong > 0.8 * early_wrong
+        assert late_wrong > 5 * late
+
+
+def test_parameter_without_gradient_in_a_whole_round_is_left_alone():
+    a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    opt = SISA([a, b], sigma=1.0, rho=1.0, batches=2, consensus_decay=0.1, weight_decay=0.1)
+    for _ in range(2):
+        a.grad, b.grad = torch.ones(2), None
+        opt.step()
+    assert torch.equal(b.detach(), torch.ones(2))
+    assert not opt.state[b]["dual.0"].any()
+    assert opt.state[b]["step.0"] == 0
+    assert (a < 1).all()
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_parameter_reached_by_some_batches_has_gradient_zero_in_the_others(foreach, order):
+    ends = []
+    for zeros in (False, True):
+        p = torch.nn.Parameter(torch.ones(3))
+        opt = SISA([p], sigma=1.0, rho=2.0, batches=2, weight_decay=0.1, foreach=foreach)
+        for k in range(6):
+            for i in order:
+                p.grad = torch.tensor([1.0, -2.0, 0.5]) * (k + 1)
+                if i == 1:
+                    p.grad = torch.zeros(3) if zeros else None
+                opt.step(batch=i)
+        ends.append((p.detach().clone(), opt.state[p]["dual.1"].clone(), opt.iteration))
+    assert ends[0][2] == ends[1][2] == 6
+    torch.testing.assert_close(ends[0][0], ends[1][0])
+    torch.testing.assert_close(ends[0][1], ends[1][1])
+
+
+def test_dual_decay_moves_the_fixed_point():
+    errors = {}
+    for decay in (1.0, 0.99):
+        w = PROBLEM.start()
+        rounds(sisa(w, dual_decay=decay), w, 400)
+        errors[decay] = PROBLEM.error(w)
+    assert errors[1.0] < 1e-8
+    assert errors[0.99] > 1e-5
+
+
+@pytest.mark.parametrize("q", [0.3, 1.0, 4.0])
+def test_one_batch_is_heavy_ball_with_a_look_ahead(q):
+    """y+ = b y - g(x + y)/(sigma + rho q), x+ = x + y+, over 2,000 steps; x + y is w."""
+    sigma, rho = 0.7, 2.0 * q
+    a = PROBLEM.a[3] / PROBLEM.curvature**0.5
+    gradient = lambda w: a.T @ (a @ w - PROBLEM.b[3]) / len(a)  # noqa: E731
+    w = PROBLEM.start()
+    opt = PISA([w], sigma=sigma, rho=rho)
+    x, y = w.detach().clone(), torch.zeros_like(w)
+    b = rho / (sigma + rho)
+    for _ in range(2000):
+        w.grad = gradient(w.detach())
+        y = b * y - gradient(x + y) / (sigma + rho)
+        x = x + y
+        opt.step()
+        torch.testing.assert_close(w.detach(), x + y, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(opt.state[w]["dual.0"] / sigma, y, rtol=1e-9, atol=1e-11)
+
+
+def test_with_identity_the_duals_are_one_dual_on_the_averaged_gradient():
+    w, v = PROBLEM.start(), PROBLEM.start()
+    many = PISA([w], sigma=3.0, rho=5.0, batches=PROBLEM.m, weights=PROBLEM.weights)
+    one = PISA([v], sigma=3.0, rho=5.0)
+    for _ in range(100):
+        rounds(many, w, 1)
+        one.zero_grad()
+        sum(a * PROBLEM.loss(i, v) for i, a in enumerate(PROBLEM.weights)).backward()
+        one.step()
+    torch.testing.assert_close(w.detach(), v.detach(), rtol=1e-11, atol=1e-12)
