@@ -38,7 +38,7 @@ docs: $(STAMP) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # with --quiet, warnings would not count
 
 unit: $(STAMP) ## pytest, two processes of one thread each
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup
 
 clean: ## remove everything that is generated, .venv included
 	@rm -rf .venv site dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache

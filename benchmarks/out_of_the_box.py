@@ -130,8 +130,11 @@ def main() -> None:
         for future in as_completed(futures):
             runs.append(future.result())
             last = runs[-1]
-            print(f"{len(runs)}/{len(jobs)} {last['task']} {last['optimizer']} "
-                  f"{last['settings']} {last['validation']:.3f}", flush=True)
+            print(
+                f"{len(runs)}/{len(jobs)} {last['task']} {last['optimizer']} "
+                f"{last['settings']} {last['validation']:.3f}",
+                flush=True,
+            )
             out.write_text(json.dumps({**header, "runs": runs}) + "\n")
     print(table(runs))
 

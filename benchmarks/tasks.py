@@ -52,7 +52,8 @@ def _classification(
     def evaluate(model: nn.Module, split: str) -> float:
         x, y = splits[split]
         hits = sum(
-            (model(a).argmax(1) == b).sum() for a, b in zip(x.split(5000), y.split(5000), strict=True)
+            (model(a).argmax(1) == b).sum()
+            for a, b in zip(x.split(5000), y.split(5000), strict=True)
         )
         return 100 * float(hits) / len(y)
 
@@ -139,9 +140,7 @@ def ptb_transformer(data: Path, device: torch.device) -> Task:
             texts[split] = file.read()
     characters = sorted(set("".join(texts.values())))
     number = {c: i for i, c in enumerate(characters)}
-    codes = {
-        k: torch.tensor([number[c] for c in text]).to(device) for k, text in texts.items()
-    }
+    codes = {k: torch.tensor([number[c] for c in text]).to(device) for k, text in texts.items()}
     offsets = torch.arange(context + 1, device=device)
 
     def windows(split: str, starts: Tensor) -> tuple[Tensor, Tensor]:

@@ -147,9 +147,7 @@ def test_sisa(problem, foreach, scheme, eta):
         **problem.printed(),
     )
     ours = problem.iterates(
-        lambda p: SISA(
-            p, scheme=scheme, beta=beta, eta=eta, foreach=foreach, **problem.settings()
-        )
+        lambda p: SISA(p, scheme=scheme, beta=beta, eta=eta, foreach=foreach, **problem.settings())
     )
     assert moved(ours)
     assert_same(ours, printed)

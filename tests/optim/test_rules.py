@@ -168,9 +168,7 @@ def test_gradients_missing_at_random():
     chances = torch.linspace(0.3, 1.0, PROBLEM.m, dtype=torch.float64)
     shares = [a * float(p) for a, p in zip(PROBLEM.weights, chances, strict=True)]
     hessian = sum(s * a.T @ a / len(a) for s, a in zip(shares, PROBLEM.a, strict=True))
-    slope = sum(
-        s * a.T @ b / len(a) for s, a, b in zip(shares, PROBLEM.a, PROBLEM.b, strict=True)
-    )
+    slope = sum(s * a.T @ b / len(a) for s, a, b in zip(shares, PROBLEM.a, PROBLEM.b, strict=True))
     optimum = torch.linalg.solve(hessian, slope)
     count = 3000
     reached = torch.rand(count, PROBLEM.m, generator=generator, dtype=torch.float64) < chances

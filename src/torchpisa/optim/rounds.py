@@ -5,6 +5,7 @@ Where a round stands is kept in every parameter group, because that is what chec
 them that were not skipped) and `kept` (the same, as far as only the device knows).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -172,7 +173,10 @@ def _clip_scale(jobs: Sequence[LocalJob], groups: Sequence[Group], clip: float) 
     ]
     if not norms:
         return None
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
+    total = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+    )
     scale: Tensor = clip / total
     return scale.clamp(max=1)
 

@@ -42,7 +42,8 @@ class SISA(ConsensusOptimizer):
         rho: \(\rho_i \ge 0\), the weight of the second moment: 1/rho is comparable to Adam's
             learning rate. One number, or one per batch.
         scheme: `"adagrad"`, `"rmsprop"` or `"adam"`: Schemes I, II and III of equation (4.4).
-        beta: \(\beta_i\) of Schemes II and III, in (0, 1).
+        beta: \(\beta_i\) of Schemes II and III, in (0, 1). The published scripts use 0.999; 0.99
+            bounds the step after a gradient that comes once in a while three times lower.
         eta: \(\eta_i\), cap of \(\sqrt{m_i}\), equation (4.3).
         eps: added to \(\sqrt{m_i}\); the paper has 0, the published scripts 1e-8.
         **common: see `torchpisa.optim.Common`.
@@ -52,10 +53,10 @@ class SISA(ConsensusOptimizer):
         self,
         params: ParamsT,
         *,
-        sigma: float | Sequence[float] = 0.1,
+        sigma: float | Sequence[float] = 0.5,
         rho: float | Sequence[float] = 1e3,
         scheme: Scheme = "adam",
-        beta: float = 0.999,
+        beta: float = 0.99,
         eta: float = math.inf,
         eps: float = 0.0,
         **common: "Unpack[Common]",

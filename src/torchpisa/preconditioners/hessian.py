@@ -133,7 +133,7 @@ class Hessian(Preconditioner):
     def _solve(self, curvature: Product, b: Tensor, sigma: float, rho: float) -> Tensor:
         n = b.numel()
         if self.solver == "dense" or (self.solver == "auto" and n <= self.dense_limit):
-            q = torch.stack([curvature(e) for e in torch.eye(n, dtype=b.dtype, device=b.device)])
+            q = torch.vmap(curvature)(torch.eye(n, dtype=b.dtype, device=b.device))
             values, vectors = torch.linalg.eigh((q + q.mT) / 2)
             solution: Tensor = vectors @ (
                 (vectors.mT @ b) / (sigma + rho * values.clamp(0, self.eta))

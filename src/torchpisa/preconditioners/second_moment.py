@@ -25,7 +25,7 @@ class SecondMoment(Preconditioner):
     """
 
     scheme: sisa.Scheme = "adam"
-    beta: float = 0.999
+    beta: float = 0.99
     eta: float = math.inf
     eps: float = 0.0
 

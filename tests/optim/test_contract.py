@@ -1,0 +1,461 @@
+"""What torch.optim promises, for every optimizer of the table."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.table import ENTRIES
+from torchpisa import NSISA, PISA, SISA
+
+each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 6, 5), nn.Linear(5, 3)
+    ).to(dtype)
+
+
+def batch(k, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(8, 2, 8, generator=generator).to(dtype)
+    return x, torch.randint(0, 3, (8,), generator=generator)
+
+
+def train(model, opt, steps, start=0, scheduler=None):
+    for k in range(start, start + steps):
+        x, y = batch(k % 12, next(model.parameters()).dtype)
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+        opt.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def loss(model):
+    with torch.no_grad():
+        pairs = [batch(k, next(model.parameters()).dtype) for k in range(12)]
+        return sum(nn.functional.cross_entropy(model(x).float(), y).item() for x, y in pairs) / 12
+
+
+@each
+def test_loss_goes_down(entry):
+    model = network()
+    before = loss(model)
+    train(model, entry(model.parameters()), 240)
+    assert loss(model) < before - 0.05
+
+
+@each
+def test_closure(entry):
+    """A closure, as Lightning uses it, gives the same as calling backward before step."""
+    one, two = network(), network()
+    train(one, entry(one.parameters()), 12)
+    opt = entry(two.parameters())
+    for k in range(12):
+        x, y = batch(k)
+
+        def closure(x=x, y=y):
+            assert torch.is_grad_enabled()
+            opt.zero_grad()
+            value = nn.functional.cross_entropy(two(x), y)
+            value.backward()
+            return value
+
+        returned = opt.step(closure)
+        assert returned.requires_grad
+    assert torch.equal(weights(one), weights(two))
+
+
+@each
+def test_step_without_closure_returns_none(entry):
+    p = nn.Parameter(torch.ones(2, 2))
+    opt = entry([p])
+    p.grad = torch.ones(2, 2)
+    assert opt.step() is None
+
+
+@each
+@pytest.mark.parametrize("cut", [12, 13, 17])
+def test_resume_is_bit_equal_also_in_mid_round(entry, cut):
+    model = network()
+    opt = entry(model.parameters())
+    train(model, opt, cut)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    train(model, opt, 11, start=cut)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = network()
+    other = entry(resumed.parameters(), initial_consensus=False)
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["opt"])
+    assert (other.iteration, other.batch) == (cut // opt.batches, cut % opt.batches)
+    train(resumed, other, 11, start=cut)
+    assert torch.equal(weights(model), weights(resumed))
+    assert (opt.iteration, opt.batch, opt.synced) == (other.iteration, other.batch, other.synced)
+
+
+@each
+def test_loading_does_not_tie_two_optimizers_together(entry):
+    one, two = network(), network()
+    a, b = entry(one.parameters()), entry(two.parameters())
+    train(one, a, 5)
+    b.load_state_dict(a.state_dict())
+    before = copy.deepcopy(b.state_dict()["state"])
+    train(one, a, 3)
+    after = b.state_dict()["state"]
+    for key, state in before.items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(after[key][name]), torch.as_tensor(value))
+
+
+@each
+def test_deepcopy_and_pickle(entry):
+    model = network()
+    opt = entry(model.parameters())
+    train(model, opt, 7)
+    copies = []
+    for model2, opt2 in (copy.deepcopy((model, opt)), pickle.loads(pickle.dumps((model, opt)))):
+        assert (opt2.iteration, opt2.batch) == (opt.iteration, opt.batch)
+        train(model2, opt2, 9, start=7)
+        copies.append(weights(model2))
+    train(model, opt, 9, start=7)
+    assert all(torch.equal(weights(model), copied) for copied in copies)
+
+
+@each
+def test_state_dtype_is_kept_on_load(entry):
+    model = network(torch.bfloat16)
+    opt = entry(model.parameters())
+    train(model, opt, 6)
+    other = entry(model.parameters(), initial_consensus=False)
+    other.load_state_dict(opt.state_dict())
+    for p in model.parameters():
+        assert other.state[p]["dual.0"].dtype == torch.float32
+        assert torch.equal(other.state[p]["dual.0"], opt.state[p]["dual.0"])
+
+
+@each
+def test_state_dtype(entry):
+    model = network()
+    opt = entry(model.parameters(), state_dtype=torch.bfloat16)
+    before = loss(model)
+    train(model, opt, 240)
+    assert loss(model) < before
+    for state in opt.state.values():
+        tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        assert {v.dtype for k, v in tensors.items() if "step" not in k} == {torch.bfloat16}
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_parameter_dtypes(entry, dtype):
+    """Half-precision parameters follow the float32 run up to their rounding."""
+    model, reference = network(dtype), network()
+    train(model, entry(model.parameters()), 6)
+    train(reference, entry(reference.parameters()), 6)
+    moved = (weights(reference) - weights(network())).norm()
+    assert (weights(model).float() - weights(reference)).norm() < 0.2 * moved + 0.02
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def odd_parameters():
+    torch.manual_seed(0)
+    wide = torch.randn(6, 8)
+    return [
+        nn.Parameter(torch.randn(())),
+        nn.Parameter(torch.randn(0)),
+        nn.Parameter(torch.randn(3, 0)),
+        nn.Parameter(torch.randn(4, dtype=torch.complex64)),
+        nn.Parameter(torch.randn(3, 5, dtype=torch.complex64)),
+        nn.Parameter(wide[:, ::2]),
+        nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.randn(3, dtype=torch.float64)),
+        nn.Parameter(torch.randn(1, 7)),
+        nn.Parameter(torch.randn(7, 1)),
+    ]
+
+
+@each
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+def test_odd_shapes(entry, foreach):
+    params = odd_parameters()
+    before = [(p.detach().clone(), p.stride()) for p in params]
+    opt = entry(params, foreach=foreach, initial_consensus=False, consensus_decay=0.0)
+    for k in range(6):
+        opt.zero_grad()
+        sum(((p - 3).abs() ** 2).sum() for p in params if p.numel()).float().backward()
+        for p in params:
+            if not p.numel():
+                p.grad = torch.zeros_like(p)
+        opt.step()
+        assert k < 5 or opt.synced
+    for p, (q, stride) in zip(params, before, strict=True):
+        assert torch.isfinite(p).all()
+        assert p.stride() == stride
+        if p.numel():
+            assert (p - 3).abs().pow(2).sum() < (q - 3).abs().pow(2).sum()
+
+
+@each
+def test_complex_equals_its_real_view(entry):
+    if entry.make is NSISA:
+        pytest.skip("a real matrix is orthogonalised, a complex one takes SISA's rule")
+    z = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+    x = nn.Parameter(torch.view_as_real(z.detach()).clone())
+    a, b = entry([z]), entry([x])
+    for k in range(12):
+        g = torch.randn(5, dtype=torch.complex128, generator=torch.Generator().manual_seed(k))
+        z.grad, x.grad = g, torch.view_as_real(g)
+        a.step()
+        b.step()
+    torch.testing.assert_close(torch.view_as_real(z.detach()), x.detach(), rtol=1e-12, atol=1e-12)
+
+
+@each
+def test_conjugate_gradients_are_resolved(entry):
+    z, y = (nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2))
+    g = torch.randn(3, dtype=torch.complex64)
+    a, b = entry([z]), entry([y])
+    for _ in range(a.batches):
+        z.grad, y.grad = g.conj(), g.conj().resolve_conj()
+        a.step()
+        b.step()
+    assert torch.equal(z.detach(), y.detach())
+
+
+@each
+def test_no_gradients_at_all(entry):
+    p = nn.Parameter(torch.ones(3, 3))
+    opt = entry([p], initial_consensus=False)
+    for _ in range(2 * opt.batches):
+        opt.step()
+    assert torch.equal(p.detach(), torch.ones(3, 3))
+    assert opt.iteration == 2
+
+
+@each
+def test_maximize(entry):
+    a, b = (nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3)) for _ in range(2))
+    up, down = entry([a], maximize=True), entry([b])
+    for k in range(8):
+        g = torch.randn(2, 3, generator=torch.Generator().manual_seed(k))
+        a.grad, b.grad = -g, g
+        up.step()
+        down.step()
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-6, atol=1e-7)
+
+
+@each
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
+        lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10),
+        lambda opt: torch.optim.lr_scheduler.LinearLR(opt, 1e-3, 1.0, 5),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda k: k / 10),
+        lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+        lambda opt: torch.optim.lr_scheduler.PolynomialLR(opt, 10),
+        lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [3, 6]),
+        lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 4),
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(
+            opt, 1.0, total_steps=20, cycle_momentum=False
+        ),
+    ],
+    ids=["step", "cosine", "linear", "lambda", "exp", "poly", "multi", "restarts", "onecycle"],
+)
+def test_schedulers(entry, make, tensor):
+    """Each scheduler drives it, and a tensor lr gives what a float does."""
+    models = [network(), network()]
+    ends = []
+    for model, lr in zip(models, (1.0, torch.tensor(1.0) if tensor else 1.0), strict=True):
+        opt = entry(model.parameters(), lr=lr)
+        train(model, opt, 12, scheduler=make(opt))
+        ends.append(weights(model))
+        assert torch.isfinite(ends[-1]).all()
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+    constant = network()
+    train(constant, entry(constant.parameters()), 12)
+    assert not torch.allclose(ends[0], weights(constant))
+
+
+def test_reduce_on_plateau():
+    model = network()
+    opt = SISA(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0)
+    scheduler.step(1.0)
+    scheduler.step(2.0)
+    assert opt.param_groups[0]["lr"] == 0.5
+
+
+@each
+def test_parameter_groups_have_settings_of_their_own(entry):
+    a, b = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    opt = entry([{"params": [a], "lr": 0.0}, {"params": [b]}], initial_consensus=False)
+    for _ in range(opt.batches):
+        a.grad = b.grad = torch.ones(3, 3)
+        opt.step()
+    assert torch.equal(a.detach(), torch.ones(3, 3))
+    assert not torch.equal(b.detach(), torch.ones(3, 3))
+
+
+def test_sigma_rho_gamma_per_group():
+    """Two groups with different settings equal two optimizers."""
+    settings = [
+        {"sigma": [1.0, 2.0], "rho": 3.0, "gamma": 0.9},
+        {"sigma": 4.0, "rho": [0.0, 5.0], "gamma": lambda iteration: 0.8 + 0.01 * iteration},
+    ]
+    together = [nn.Parameter(torch.ones(4)) for _ in settings]
+    apart = [nn.Parameter(torch.ones(4)) for _ in settings]
+    one = SISA([{"params": [p], **s} for p, s in zip(together, settings, strict=True)], batches=2)
+    two = [SISA([p], batches=2, **s) for p, s in zip(apart, settings, strict=True)]
+    for k in range(20):
+        for p in (*together, *apart):
+            p.grad = torch.randn(4, generator=torch.Generator().manual_seed(k)) + p.detach()
+        one.step()
+        for opt in two:
+            opt.step()
+    for p, q in zip(together, apart, strict=True):
+        assert torch.equal(p.detach(), q.detach())
+
+
+@each
+def test_add_param_group_in_mid_round(entry):
+    a, b = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    opt = entry([a], initial_consensus=False)
+    for _ in range(opt.batches + opt.batches // 2):
+        a.grad = torch.ones(2, 2)
+        opt.step()
+    opt.add_param_group({"params": [b]})
+    position = opt.batch
+    assert all(g["iteration"] == 1 for g in opt.param_groups)
+    while opt.iteration < 2:
+        a.grad = b.grad = torch.ones(2, 2)
+        opt.step()
+    assert opt.synced
+    assert not torch.equal(b.detach(), torch.ones(2, 2))
+    assert position == opt.batches // 2
+
+
+def test_named_parameters_are_named_in_errors():
+    model = network()
+    opt = SISA(model.named_parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    next(model.parameters()).grad[0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"0\.weight"):
+        opt.step()
+
+
+@each
+def test_frozen_and_thawed_parameters(entry):
+    model = network()
+    model[0].requires_grad_(False)
+    opt = entry(model.parameters(), initial_consensus=False)
+    frozen = model[0].weight.detach().clone()
+    train(model, opt, 6)
+    assert torch.equal(model[0].weight, frozen)
+    assert model[0].weight not in opt.state
+    model[0].requires_grad_(True)
+    train(model, opt, 6)
+    assert not torch.equal(model[0].weight, frozen)
+
+
+@each
+def test_hooks(entry):
+    p = nn.Parameter(torch.ones(2, 2))
+    opt = entry([p])
+    calls = []
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.register_step_post_hook(lambda *_: calls.append("post"))
+    p.grad = torch.ones(2, 2)
+    opt.step()
+    assert calls == ["pre", "post"]
+
+
+@each
+def test_capturable_equals_plain(entry):
+    """Everything in tensors, as for CUDA graphs, gives the same numbers; rules for gamma refuse."""
+    settings = {"gamma": 0.99} if "gamma" in entry.settings else {}
+    models = network(), network()
+    opts = [
+        entry(model.parameters(), capturable=capturable, **settings)
+        for model, capturable in zip(models, (False, True), strict=True)
+    ]
+    for model, opt in zip(models, opts, strict=True):
+        train(model, opt, 12)
+    torch.testing.assert_close(weights(models[0]), weights(models[1]), rtol=1e-4, atol=1e-5)
+    assert all(isinstance(s, torch.Tensor) for s in opts[1].param_groups[0]["sigma"])
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if e.name in ("pisa", "sisa-m3", "nsisa")], ids=lambda e: e.name
+)
+def test_torch_compile_of_step(entry):
+    model, other = network(), network()
+    opt, compiled = entry(model.parameters()), entry(other.parameters())
+    step = torch.compile(compiled.step, backend="aot_eager")
+    for k in range(8):
+        for m in (model, other):
+            x, y = batch(k)
+            m.zero_grad()
+            nn.functional.cross_entropy(m(x), y).backward()
+        opt.step()
+        step()
+    assert compiled.iteration == opt.iteration
+    torch.testing.assert_close(weights(model), weights(other), rtol=1e-4, atol=1e-5)
+
+
+def test_memory_is_as_promised():
+    p = nn.Parameter(torch.zeros(1000, 100))
+    n = p.numel()
+    for opt, expected in [
+        (SISA([p]), 8),
+        (SISA([p], batches=4), 36),
+        (SISA([p], batches=4, state_dtype=torch.bfloat16), 18),
+        (NSISA([p]), 8),
+        (NSISA([p], batches=2), 20),
+        (PISA([p]), 4),
+    ]:
+        memory = opt.memory()
+        assert memory.bytes_per_parameter == pytest.approx(expected, rel=1e-3)
+        assert memory.bytes == sum(memory.by_name.values())
+    assert opt.memory().by_name == {"dual": 4 * n, "step": 4}
+
+
+def test_effective_reports_the_momentum_picture():
+    p = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    opt = SISA([p], sigma=2.0, rho=4.0, lr=0.5, scheme="rmsprop", beta=0.5)
+    assert opt.effective()[0].momentum is None
+    p.grad = torch.tensor([1.0, 2.0, 4.0])
+    opt.step()
+    q = (0.5 * torch.tensor([1.0, 2.0, 4.0]) ** 2).sqrt()
+    report = opt.effective()[0]
+    momentum = 4 * q / (2 + 4 * q)
+    assert report.step == 0.25
+    assert report.momentum == pytest.approx(tuple(momentum.tolist()))
+    assert report.first_step.max == pytest.approx(float(2 * 0.5 / (2 + 4 * q[0])))
+    assert report.stable_curvature.min == pytest.approx(float(2 / 3 * (2 + 8 * q[0]) / 0.5))
+
+
+def test_nsisa_splits_matrices_from_the_rest():
+    model = network()
+    opt = NSISA(model.parameters(), sigma=50.0, sisa_sigma=0.5)
+    matrices, rest = opt.param_groups
+    assert all(p.dim() >= 2 for p in matrices["params"])
+    assert all(p.dim() < 2 for p in rest["params"])
+    assert (matrices["sigma"], rest["sigma"]) == ([50.0], [0.5])
+    assert "momentum.0" in opt.state[matrices["params"][0]]
+    assert "moment.0" in opt.state[rest["params"][0]]

@@ -1,0 +1,195 @@
+"""Wrong input: a message with the argument, its value and what is legal, and nothing changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.table import BAD_COMMON, BAD_OWN, ENTRIES
+from torchpisa import NSISA, PISA, SISA
+from torchpisa.optim.param_groups import split
+from torchpisa.preconditioners import Hessian
+
+each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+
+
+def snapshot(opt):
+    params = [p.detach().clone() for group in opt.param_groups for p in group["params"]]
+    return params, copy.deepcopy(opt.state_dict())
+
+
+def assert_unchanged(opt, before):
+    now = snapshot(opt)
+    assert all(torch.equal(a, b) for a, b in zip(now[0], before[0], strict=True))
+    torch.testing.assert_close(now[1]["state"], before[1]["state"], rtol=0, atol=0, equal_nan=True)
+    assert now[1]["param_groups"] == before[1]["param_groups"]
+
+
+def stepped(entry, steps=1):
+    p = nn.Parameter(torch.ones(3, 2))
+    opt = entry([p])
+    for _ in range(steps):
+        p.grad = torch.ones(3, 2)
+        opt.step()
+    return p, opt
+
+
+CASES = [(cls, bad) for cls in (PISA, SISA, NSISA) for bad in [*BAD_COMMON, *BAD_OWN[cls]]]
+
+
+@pytest.mark.parametrize(
+    ("cls", "bad"), CASES, ids=lambda v: getattr(v, "__name__", None) or str(v.settings)
+)
+def test_bad_arguments(cls, bad):
+    p = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=bad.message):
+        cls([p], **bad.settings)
+    assert torch.equal(p.detach(), torch.ones(2, 2))
+
+
+@each
+def test_bad_group_is_refused_and_nothing_added(entry):
+    _, opt = stepped(entry)
+    before = snapshot(opt)
+    new = nn.Parameter(torch.ones(2, 2))
+    for bad, message in [
+        ({"sigma": -1.0}, "sigma must be"),
+        ({"rhoo": 1.0}, r"unknown argument rhoo=1\.0 for a parameter group; did you mean 'rho'"),
+        ({"batches": 7}, r"batches must be the same for all parameter groups \(\d\), got 7"),
+        ({"clip": 3.0}, "clip must be the same for all parameter groups"),
+        ({"params": [nn.Parameter(torch.ones(2).long(), requires_grad=False)]}, "params must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            opt.add_param_group({"params": [new], **bad})
+        assert_unchanged(opt, before)
+
+
+def test_empty_parameter_list_is_torchs_error():
+    for cls in (PISA, SISA, NSISA):
+        with pytest.raises(ValueError, match="empty parameter list"):
+            cls([])
+
+
+def test_sets_are_torchs_error():
+    with pytest.raises(TypeError, match="ordered"):
+        NSISA([{"params": {nn.Parameter(torch.ones(2, 2))}}])
+
+
+@each
+def test_slot_used_twice(entry):
+    p, opt = stepped(lambda params: entry(params), steps=0)
+    if opt.batches == 1:
+        pytest.skip("one slot, free again after every step")
+    p.grad = torch.ones(3, 2)
+    opt.step(batch=1)
+    before = snapshot(opt)
+    calls = []
+    with pytest.raises(
+        ValueError, match=r"batch must be one of the free slots .*, got 1, which was used"
+    ):
+        opt.step(lambda: calls.append(1), batch=1)
+    assert not calls, "the closure must not run for a slot that cannot be used"
+    assert_unchanged(opt, before)
+
+
+@each
+@pytest.mark.parametrize("slot", [-1, 99, 1.0, True])
+def test_slot_that_does_not_exist(entry, slot):
+    _, opt = stepped(entry)
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match=r"batch must be .* got"):
+        opt.step(batch=slot)
+    assert_unchanged(opt, before)
+
+
+@each
+def test_sparse_gradients(entry):
+    embedding = nn.Embedding(5, 3, sparse=True)
+    dense = nn.Parameter(torch.ones(2, 2))
+    opt = entry([dense, *embedding.parameters()])
+    embedding(torch.tensor([1, 2])).sum().backward()
+    dense.grad = torch.ones(2, 2)
+    before = snapshot(opt)
+    with pytest.raises(
+        ValueError, match=r"gradients must be dense, got torch.sparse_coo .*\(5, 3\)"
+    ):
+        opt.step()
+    assert_unchanged(opt, before)
+
+
+@each
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nonfinite_gradients_raise_by_default(entry, value):
+    p, opt = stepped(entry)
+    before = snapshot(opt)
+    p.grad = torch.ones(3, 2)
+    p.grad[1, 1] = value
+    with pytest.raises(
+        FloatingPointError, match=r"non-finite gradient in batch \d of iteration \d"
+    ):
+        opt.step()
+    assert_unchanged(opt, before)
+
+
+def test_gamma_rule_out_of_range():
+    p = nn.Parameter(torch.ones(2))
+    opt = SISA([p], gamma=lambda iteration: 1.0 if iteration < 2 else 1.5)
+    for _ in range(2):
+        p.grad = torch.ones(2)
+        opt.step()
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match=r"gamma must be in \(0, 1\], got 1\.5"):
+        opt.step()
+    assert_unchanged(opt, before)
+
+
+def test_hessian_without_a_loss():
+    p = nn.Parameter(torch.ones(2))
+    opt = PISA([p], Hessian())
+    p.grad = torch.ones(2)
+    before = snapshot(opt)
+    with pytest.raises(RuntimeError, match=r"call observe\(loss, outputs\) before every step"):
+        opt.step()
+    assert_unchanged(opt, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: SISA(p, batches=3), r"state_dict must be for batches=2, got batches=3"),
+        (
+            lambda p: NSISA(p, batches=2),
+            r"must have .*moment\.0.* for parameter 0, got .*momentum\.0",
+        ),
+        (lambda p: torch.optim.AdamW(p), r"must come from a torchpisa optimizer, got .*betas"),
+        (lambda p: SISA([*p, nn.Parameter(torch.ones(1))], batches=2), r"1 parameters in group 0"),
+        (
+            lambda p: SISA([nn.Parameter(torch.ones(5, 5))], batches=2),
+            r"must have dual\.0 of shape \(3, 2\) for parameter 0, got \(5, 5\)",
+        ),
+        (
+            lambda p: SISA([{"params": p}, {"params": [nn.Parameter(torch.ones(1))]}], batches=2),
+            r"must have 1 parameter groups, got 2",
+        ),
+    ],
+    ids=["batches", "kind", "adamw", "count", "shape", "groups"],
+)
+def test_loading_what_does_not_fit(make, message):
+    p, opt = stepped(lambda params: SISA(params, batches=2), steps=3)
+    other = make([nn.Parameter(torch.ones(3, 2))])
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(other.state_dict())
+    assert_unchanged(opt, before)
+
+
+def test_split_names_unknown_heads():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"head must name modules of the model, got 'lm_head'"):
+        split(model, head="lm_head")
+
+
+def test_orthogonalize_needs_matrices():
+    with pytest.raises(ValueError, match=r"orthogonalize must be False .* of shape \(3,\)"):
+        NSISA([{"params": [nn.Parameter(torch.ones(3))], "orthogonalize": True}])
