@@ -85,11 +85,9 @@ def plan(sweep: bool, tasks: list[str], seeds: int) -> list[tuple[Any, ...]]:
     if not sweep:
         choices = [("adamw", s) for s in ADAMW] + [("sisa", {}), ("nsisa", {})]
         return [(t, o, s, k) for t in tasks for o, s in choices for k in range(seeds)]
-    sisa = itertools.product((0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (3e2, 1e3, 3e3, 1e4, 3e4))
-    nsisa = itertools.product((10.0, 20.0, 40.0, 80.0, 160.0), (0.0, 100.0, 1000.0))
-    choices = [("adamw", s) for s in ADAMW]
-    choices += [("sisa", {"sigma": s, "rho": r}) for s, r in sisa]
-    choices += [("nsisa", {"sigma": s, "rho": r}) for s, r in nsisa]
+    grid = itertools.product((0.25, 0.5, 1.0), (3e2, 1e3, 3e3), (0.99, 0.999))
+    choices = [("sisa", {"sigma": s, "rho": r, "beta": b}) for s, r, b in grid]
+    choices += [("nsisa", {"sigma": s}) for s in (20.0, 40.0, 80.0, 160.0)]
     return [(t, o, s, k) for t in tasks for o, s in choices for k in range(seeds)]
 
 

@@ -1,6 +1,7 @@
 """The plain loop over parameters: the specification that every other kernel is tested against."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,8 +111,7 @@ def _store(
     real(own[state_key("dual", job.slot)]).copy_(chosen(local.dual, problem.dual))
     for name, value in new_state.items():
         real(own[state_key(name, job.slot)]).copy_(chosen(value, state[name]))
-    step = own[state_key("step", job.slot)]
-    step.add_(1 if keep is None else keep.to(step.device))
+    _count(own, state_key("step", job.slot), keep)
     if job.move is not None:
         _move(member, contribution, job.move, keep)
     elif own["arrived"]:
@@ -119,6 +119,13 @@ def _store(
     else:
         real(own["pending"]).copy_(job.weight * contribution)
     own["arrived"] |= 1 << job.slot
+
+
+def _count(state: dict[str, Any], key: str, keep: Tensor | None) -> None:
+    """Add one to a counter, if `keep` says so; then it lives where `keep` does, for good."""
+    if keep is not None and state[key].device != keep.device:
+        state[key] = state[key].to(keep.device, non_blocking=True)
+    state[key].add_(1 if keep is None else keep)
 
 
 def _chooser(keep: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:

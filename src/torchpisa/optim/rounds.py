@@ -62,10 +62,7 @@ def local_step(
     for job, group in zip(jobs, groups, strict=True):
         _run(job, group)
     for group in groups:
-        if keep is not None and group["batches"] > 1:
-            if group["kept"] is None:
-                group["kept"] = torch.ones(group["batches"], dtype=torch.bool, device=keep.device)
-            group["kept"][slot] = keep
+        _remember(group, slot, keep)
 
 
 def close(group: Group, members: list[Member], preconditioner: Preconditioner) -> None:
@@ -89,7 +86,7 @@ def close(group: Group, members: list[Member], preconditioner: Preconditioner) -
             else:
                 loop.add_dual(reached, slot, group["weights"][slot])
         if kept is not None:
-            loop.consensus(reached, _move(group), kept[slots(group["present"], batches)].any())
+            loop.consensus(reached, _move(group), kept.any())
         elif _use_foreach(group, reached):
             foreach.consensus(reached, _move(group))
         else:
@@ -97,6 +94,20 @@ def close(group: Group, members: list[Member], preconditioner: Preconditioner) -
     for member in reached:
         member.state["arrived"] = 0
     group.update({**PROGRESS, "iteration": group["iteration"] + 1})
+
+
+def _remember(group: Group, slot: int, keep: Tensor | None) -> None:
+    """Note in `kept` who took part, from the first batch on for which only the device knows."""
+    kept: Tensor | None = group["kept"]
+    if group["batches"] == 1 or (kept is None and keep is None):
+        return
+    if kept is None:
+        assert keep is not None
+        kept = torch.zeros(group["batches"], dtype=torch.bool, device=keep.device)
+        for earlier in slots(group["present"], group["batches"]):
+            kept[earlier].fill_(True)
+        group["kept"] = kept
+    kept[slot].copy_(torch.ones_like(kept[slot]) if keep is None else keep)
 
 
 def any_nonfinite(grads: Sequence[Tensor]) -> Tensor:

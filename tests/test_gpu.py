@@ -1,0 +1,156 @@
+"""What only a GPU can show: device decisions without waiting, CUDA graphs, moved models."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.table import ENTRIES
+from torchpisa import NSISA, SISA
+
+pytestmark = pytest.mark.gpu
+
+each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def train(model, opt, steps, device):
+    for k in range(steps):
+        generator = torch.Generator().manual_seed(k)
+        x = torch.randn(8, 8, generator=generator).to(device)
+        y = torch.randint(0, 3, (8,), generator=generator).to(device)
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+
+
+@each
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+def test_gpu_equals_cpu(entry, foreach):
+    cpu, gpu = network(), network().cuda()
+    train(cpu, entry(cpu.parameters(), foreach=foreach), 12, "cpu")
+    train(gpu, entry(gpu.parameters(), foreach=foreach), 12, "cuda")
+    # Newton-Schulz is computed in bfloat16 there.
+    tolerance = 3e-2 if entry.make is NSISA else 1e-4
+    assert (weights(cpu) - weights(gpu)).norm() < tolerance * weights(cpu).norm()
+
+
+@each
+def test_model_moved_after_construction(entry):
+    early, late = network(), network().cuda()
+    opt = entry(early.parameters())
+    early.cuda()
+    train(early, opt, 6, "cuda")
+    train(late, entry(late.parameters()), 6, "cuda")
+    torch.testing.assert_close(weights(early), weights(late), rtol=1e-5, atol=1e-6)
+    assert all(state["dual.0"].is_cuda for state in opt.state.values())
+
+
+@each
+def test_state_loads_onto_the_device(entry):
+    cpu, gpu = network(), network().cuda()
+    a = entry(cpu.parameters())
+    train(cpu, a, 5, "cpu")
+    b = entry(gpu.parameters(), initial_consensus=False)
+    b.load_state_dict(a.state_dict())
+    assert all(state["dual.0"].is_cuda for state in b.state.values())
+    assert all(state["step.0"].device.type == "cpu" for state in b.state.values())
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("batches", [1, 3])
+def test_skip_does_not_wait_for_the_device(batches):
+    model = network().cuda()
+    opt = SISA(model.parameters(), batches=batches, nonfinite="skip", clip=1.0)
+    train(model, opt, 2 * batches, "cuda")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2 * batches):
+            opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_half_precision_with_grad_scaler(batches, scaled):
+    model = network().cuda()
+    opt = SISA(model.parameters(), batches=batches)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40 if scaled else 1024.0)
+    losses = []
+    for _ in range(60):
+        x = torch.randn(32, 8, device="cuda")
+        opt.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("cls", [SISA, NSISA])
+def test_cuda_graph_replay_equals_eager(cls, batches):
+    """A whole round is captured; lr and sigma change between replays, in place."""
+
+    def setup():
+        model = network().cuda()
+        lr = torch.tensor(1.0, device="cuda")
+        settings = {"batches": batches, "capturable": True, "gamma": 0.99, "nonfinite": "skip"}
+        opt = cls(model.parameters(), lr=lr, **settings)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        return model, opt, lr
+
+    def fill(model, k):
+        for p in model.parameters():
+            torch.manual_seed(k)
+            p.grad.copy_(torch.randn_like(p))
+
+    eager, opt, lr = setup()
+    for k in range(8):
+        lr.fill_(1 / (1 + k))
+        fill(eager, k)
+        for _ in range(batches):
+            opt.step()
+
+    model, opt, lr = setup()
+    start = [p.detach().clone() for p in model.parameters()]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3 * batches):
+            opt.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(batches):
+            opt.step()
+    fresh, other, _ = setup()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), start, strict=True):
+            p.copy_(q)
+        for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+            for key, value in other.state[q].items():
+                if isinstance(value, torch.Tensor):
+                    opt.state[p][key].copy_(value)
+        for group, new in zip(opt.param_groups, other.param_groups, strict=True):
+            for sigma, value in zip(group["sigma"], new["sigma"], strict=True):
+                sigma.copy_(value)
+    for k in range(8):
+        lr.fill_(1 / (1 + k))
+        fill(model, k)
+        graph.replay()
+    torch.testing.assert_close(weights(model), weights(eager), rtol=1e-4, atol=1e-5)
