@@ -1,9 +1,11 @@
 """SISA and NSISA with their defaults beside AdamW with its best learning rate, on three tasks.
 
-    python -m benchmarks.out_of_the_box --data DIR --out results/out_of_the_box.json
+    python -m benchmarks.out_of_the_box --data DIR --out docs/results/out_of_the_box.json
+    python -m benchmarks.out_of_the_box --show docs/results/out_of_the_box.json
 
-`--sweep` runs a grid of sigma and rho instead, from which the defaults were chosen (on validation).
-DIR holds the folders `mnist` and `ptb` with the original gz files; digits need scikit-learn only.
+The first trains, the second prints the table and draws the curves of saved runs beside them.
+`--sweep` trains a grid of sigma, rho and beta instead, from which the defaults were chosen. DIR
+holds the folders `mnist` and `ptb` with the original gz files; digits need scikit-learn only.
 """
 
 import argparse
@@ -91,49 +93,97 @@ def plan(sweep: bool, tasks: list[str], seeds: int) -> list[tuple[Any, ...]]:
     return [(t, o, s, k) for t in tasks for o, s in choices for k in range(seeds)]
 
 
+def by_setting(runs: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """Runs that differ in their seed only, by task, optimizer and settings."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: (run["task"], run["optimizer"], str(run["settings"]))):
+        settings = ", ".join(f"{name} {value:g}" for name, value in run["settings"].items())
+        groups.setdefault((run["task"], run["optimizer"], settings or "defaults"), []).append(run)
+    return groups
+
+
 def table(runs: list[dict[str, Any]]) -> str:
-    """Mean and deviation over seeds, a row per task, optimizer and settings."""
+    """Mean and deviation over seeds as Markdown, a row per task, optimizer and settings."""
     rows = ["| task | optimizer | settings | validation | test |", "|---|---|---|---|---|"]
-    key = lambda run: (run["task"], run["optimizer"], json.dumps(run["settings"]))  # noqa: E731
-    for (task, optimizer, settings), group in itertools.groupby(sorted(runs, key=key), key):
-        same = list(group)
+    for (task, optimizer, settings), same in by_setting(runs).items():
         cells = []
         for split in ("validation", "test"):
             values = [run[split] for run in same]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}")
+            digits = 1 if same[0]["better"] > 0 else 3
+            spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+            mean = statistics.mean(values)
+            # Bits per character of a model that knows nothing are below 6.
+            diverged = same[0]["better"] < 0 and mean > 6
+            cells.append("diverged" if diverged else f"{mean:.{digits}f}{spread}")
         rows.append(f"| {task} | {optimizer} | {settings} | {cells[0]} | {cells[1]} |")
     return "\n".join(rows)
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Validation curves: the defaults of SISA and NSISA, and AdamW at each learning rate."""
+    from matplotlib.figure import Figure
+
+    colours = {"sisa": "#0072B2", "nsisa": "#D55E00"}
+    greys = {f"lr {s['lr']:g}": str(0.75 - 0.25 * i) for i, s in enumerate(ADAMW)}
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    names = list(dict.fromkeys(run["task"] for run in runs))
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        ends = []
+        for (task, optimizer, settings), same in by_setting(runs).items():
+            if task != name:
+                continue
+            steps = [point[0] for point in same[0]["curve"]]
+            columns = zip(*(run["curve"] for run in same), strict=True)
+            means = [statistics.mean(point[2] for point in column) for column in columns]
+            label = f"{optimizer.upper().replace('ADAMW', 'AdamW')}, {settings}"
+            style, width = ("--", 1.0) if optimizer == "adamw" else ("-", 2.0)
+            colour = colours.get(optimizer) or greys[settings]
+            axes.plot(steps, means, style, color=colour, lw=width, label=label)
+            ends += means[len(means) // 4 :]
+        low, high = min(ends), max(ends)
+        better = same[0]["better"]
+        axes.set_ylim(*((low, high + 0.1 * (high - low)) if better > 0 else (low - 0.05, high)))
+        axes.set(title=name, xlabel="step", ylabel=f"validation {runs_metric(runs, name)}")
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def runs_metric(runs: list[dict[str, Any]], task: str) -> str:
+    """Name of the metric of a task."""
+    return next(str(run["metric"]) for run in runs if run["task"] == task)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="data")
-    parser.add_argument("--out", default="results/out_of_the_box.json")
+    parser.add_argument("--out", default="docs/results/out_of_the_box.json", type=Path)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--show", type=Path, help="a saved file: print its table, draw its curves")
     args = parser.parse_args()
+    if args.show:
+        runs = json.loads(args.show.read_text())["runs"]
+        print(table(runs))
+        draw(runs, args.show.with_suffix(".png"))
+        return
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     versions = {"torchpisa": torchpisa.__version__, "torch": torch.__version__}
     header = {"steps": STEPS, "device": hardware, "versions": versions}
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    runs: list[dict[str, Any]] = []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    runs = []
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
         jobs = plan(args.sweep, args.tasks, args.seeds)
         futures = [pool.submit(train, *job, args.data, args.device) for job in jobs]
         for future in as_completed(futures):
             runs.append(future.result())
             last = runs[-1]
-            print(
-                f"{len(runs)}/{len(jobs)} {last['task']} {last['optimizer']} "
-                f"{last['settings']} {last['validation']:.3f}",
-                flush=True,
-            )
-            out.write_text(json.dumps({**header, "runs": runs}) + "\n")
+            what = f"{last['task']} {last['optimizer']} {last['settings']}"
+            print(f"{len(runs)}/{len(jobs)} {what} {last['validation']:.3f}", flush=True)
+            args.out.write_text(json.dumps({**header, "runs": runs}) + "\n")
     print(table(runs))
 
 

@@ -1,4 +1,4 @@
-"""Three small tasks of different kinds: an MLP, a CNN and a transformer, each a few minutes on a CPU.
+"""Three small tasks of different kinds: an MLP, a CNN and a transformer.
 
 A task has training data on the device, a model, a loss and a metric. Folders with the original
 files of MNIST and Penn Treebank are given by the caller; digits come with scikit-learn.
@@ -63,7 +63,7 @@ def _classification(
 
 
 def digits_mlp(data: Path, device: torch.device) -> Task:
-    """MLP 64-128-128-10 on scikit-learn's 8x8 digits: 1,000 to train, 297 to validate, 500 to test."""
+    """MLP 64-128-128-10 on scikit-learn's digits: 1,000 to train, 297 to validate, 500 to test."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -54,7 +54,7 @@ class Problem:
             "alpha": self.alpha,
             "sigma0": self.sigma,
             "rho": self.rho,
-            "gamma": lambda l, i: self.gamma[i],
+            "gamma": lambda _, i: self.gamma[i],
             "lam": LAMBDA,
         }
 
@@ -113,7 +113,7 @@ def test_pisa_with_identity(problem, foreach):
     printed = literal.pisa(
         problem.start.reshape(-1),
         problem.gradient,
-        lambda l, i, pi, g, w: np.eye(len(w)),
+        lambda _l, _i, _pi, _g, w: np.eye(len(w)),
         **problem.printed(),
     )
     ours = problem.iterates(lambda p: PISA(p, foreach=foreach, **problem.settings()))
@@ -126,7 +126,7 @@ def test_pisa_with_hessian(problem):
     printed = literal.pisa(
         problem.start.reshape(-1),
         problem.gradient,
-        lambda l, i, pi, g, w: problem.hessian(l, i),
+        lambda k, i, _pi, _g, _w: problem.hessian(k, i),
         **problem.printed(),
     )
     hessian = Hessian(solver="dense")

@@ -1,4 +1,4 @@
-"""The table of optimizers that drives the generic tests: who, with which settings, and bad inputs."""
+"""The table of optimizers that drives the generic tests: who, how, and what must be refused."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

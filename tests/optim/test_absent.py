@@ -16,7 +16,7 @@ def gradient(k):
 
 
 def settings(entry, capturable):
-    """`capturable` takes the decision that never asks the device; rules for gamma are refused there."""
+    """`capturable` takes the decision on the device, and refuses rules for gamma."""
     plain = {"gamma": 0.99} if "gamma" in entry.settings else {}
     return {"capturable": capturable, **plain}
 
@@ -129,7 +129,7 @@ class TestGradScaler:
             assert all(torch.isfinite(torch.as_tensor(v)).all() for v in state.values())
 
     def test_after_unscale(self):
-        """`scaler.unscale_` first, as for looking at gradients: the scale must not be taken twice."""
+        """`scaler.unscale_` first, to look at gradients: the scale must not be taken twice."""
         torch.manual_seed(0)
         ends = []
         for unscale in (False, True):

@@ -176,7 +176,7 @@ def test_hessian_without_a_loss():
     ids=["batches", "kind", "adamw", "count", "shape", "groups"],
 )
 def test_loading_what_does_not_fit(make, message):
-    p, opt = stepped(lambda params: SISA(params, batches=2), steps=3)
+    _, opt = stepped(lambda params: SISA(params, batches=2), steps=3)
     other = make([nn.Parameter(torch.ones(3, 2))])
     before = snapshot(opt)
     with pytest.raises(ValueError, match=message):

@@ -38,7 +38,7 @@ class PISA(ConsensusOptimizer):
         rho: \(\rho_i \ge 0\), the weight of the preconditioner. One number, or one per batch.
         **common: see `torchpisa.optim.Common`.
 
-    Example:
+    Examples:
         >>> import torch, torchpisa
         >>> w = torch.nn.Parameter(torch.tensor([3.0]))
         >>> opt = torchpisa.PISA([w], sigma=1.0, rho=4.0)
