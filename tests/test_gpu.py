@@ -154,3 +154,22 @@ def test_cuda_graph_replay_equals_eager(cls, batches):
         fill(model, k)
         graph.replay()
     torch.testing.assert_close(weights(model), weights(eager), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+def test_parameters_on_several_devices(foreach):
+    """One optimizer, one clip and one decision about infinities over CPU and GPU parameters."""
+    ends = []
+    for devices in (("cpu", "cpu"), ("cpu", "cuda")):
+        params = [nn.Parameter(torch.ones(4, 3, device=device)) for device in devices]
+        opt = SISA(params, batches=2, clip=0.5, nonfinite="skip", foreach=foreach)
+        for k in range(12):
+            for j, p in enumerate(params):
+                generator = torch.Generator().manual_seed(10 * k + j)
+                p.grad = torch.randn(4, 3, generator=generator).to(p.device)
+            if k == 5:
+                params[1].grad[0, 0] = float("nan")
+            opt.step()
+        ends.append([p.detach().cpu() for p in params])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -112,11 +112,12 @@ def split(
         shuffle: deal the samples out at random. False keeps their order, in contiguous blocks: of
             data sorted by label that makes parts as unlike each other as can be.
 
-    >>> parts = split(10, batches=3)
-    >>> parts
-    Parts(sizes=(4, 3, 3))
-    >>> parts.weights
-    (0.4, 0.3, 0.3)
+    Examples:
+        >>> parts = split(10, batches=3)
+        >>> parts
+        Parts(sizes=(4, 3, 3))
+        >>> parts.weights
+        (0.4, 0.3, 0.3)
     """
     if hasattr(data, "__len__"):
         n = len(cast(Sized, data))
@@ -237,9 +238,10 @@ def split_batch(batch: T, batches: int) -> list[T]:
     Returns:
         \(m\) batches of the same structure, whose tensors are views.
 
-    >>> x, y = torch.zeros(5, 3), torch.arange(5)
-    >>> [part["y"].tolist() for part in split_batch({"x": x, "y": y}, 2)]
-    [[0, 1, 2], [3, 4]]
+    Examples:
+        >>> x, y = torch.zeros(5, 3), torch.arange(5)
+        >>> [part["y"].tolist() for part in split_batch({"x": x, "y": y}, 2)]
+        [[0, 1, 2], [3, 4]]
     """
     lengths: dict[str, int] = {}
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 __all__ = ["Every", "Gamma", "WarmDown", "gamma_l", "k0"]
 
 Gamma = float | Callable[[int], float]
+"""A number in (0, 1], or a function of the iteration that returns one."""
 
 
 def k0(gamma: float) -> int:
@@ -19,8 +20,9 @@ def k0(gamma: float) -> int:
     Dividing by `gamma` every \(k_0\) iterations grows sigma about as fast as dividing by 0.99 every
     time.
 
-    >>> [k0(gamma) for gamma in (0.5, 0.7, 0.9, 0.99)]
-    [69, 36, 11, 1]
+    Examples:
+        >>> [k0(gamma) for gamma in (0.5, 0.7, 0.9, 0.99)]
+        [69, 36, 11, 1]
     """
     _check_gamma(gamma)
     return max(1, math.ceil(math.log(gamma) / math.log(0.99)))

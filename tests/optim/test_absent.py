@@ -95,6 +95,21 @@ def test_ignore_does_not_look():
     assert p[1].isnan()
 
 
+def test_large_is_not_infinite():
+    """float16 gradients whose norm float16 cannot hold, and float32 ones whose square overflows."""
+    p = nn.Parameter(torch.ones(64, dtype=torch.float16))
+    q = nn.Parameter(torch.ones(2))
+    for mode in ("raise", "skip"):
+        opt = SISA([p], nonfinite=mode)
+        p.grad = torch.full((64,), 6e4, dtype=torch.float16)
+        opt.step()
+        assert opt.state[p]["step.0"] == 1
+    opt = SISA([q])
+    q.grad = torch.full((2,), 1e30)
+    opt.step()
+    assert opt.state[q]["step.0"] == 1
+
+
 class TestGradScaler:
     def train(self, scaled, batches, infinite_at=()):
         torch.manual_seed(0)

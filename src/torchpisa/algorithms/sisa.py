@@ -15,6 +15,7 @@ from torchpisa.algorithms.pisa import Scalar
 __all__ = ["Scheme", "direction", "root_moment", "update_moment"]
 
 Scheme = Literal["adagrad", "rmsprop", "adam"]
+"""Schemes I, II and III of equation (4.4)."""
 
 
 def update_moment(moment: Tensor, r: Tensor, scheme: Scheme, beta: float) -> Tensor:

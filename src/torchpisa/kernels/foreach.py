@@ -3,7 +3,7 @@
 `supports` says which jobs; everything else goes through the loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ __all__ = ["consensus", "local_step", "residual_norm", "supports"]
 
 Tensors = list[Tensor]
 
+# Elements; half a dozen float32 tensors of this size are a few megabytes.
+_CPU_BLOCK = 2**18
+
 
 def supports(job: LocalJob) -> bool:
     """Whether `local_step` takes this job: a known preconditioner, and nobody to leave out."""
@@ -28,24 +31,22 @@ def local_step(job: LocalJob) -> None:
     """See `loop.local_step`."""
     solve = _SOLVERS[type(job.preconditioner)]
     for members in _alike(job.members, job.slot):
-        dtype = compute_dtype(real(members[0].param), real(members[0].state[f"dual.{job.slot}"]))
-        stored_duals = _own(members, "dual", job.slot)
-        duals = _as(stored_duals, dtype)
-        grads = _gradients(job, members, dtype)
+        dtype = _dtype(members, job.slot)
+        stored = _own(members, "dual", job.slot)
+        duals = _as(stored, dtype)
         torch._foreach_add_(_own(members, "step", job.slot), 1)
-
-        deltas = solve(job, members, duals, grads)
-        torch._foreach_mul_(deltas, job.sigma)
-        # u = pi + 2 delta goes where the consensus needs it, before pi is overwritten.
-        if job.move is not None:
-            contributions = torch._foreach_add(duals, deltas, alpha=2)
-            _move(members, list(contributions), job.move)
-        else:
-            _accumulate(job, members, duals, deltas)
+        deltas = solve(job, members, duals, _gradients(job, members, dtype))
         torch._foreach_add_(duals, deltas)
+        # u = pi + 2 delta is the new dual plus delta, which is not needed any more.
+        contributions = deltas
+        torch._foreach_add_(contributions, duals)
+        if job.move is not None:
+            _move(members, contributions, job.move)
+        else:
+            _accumulate(members, contributions, job.weight)
         if job.dual_decay != 1:
             torch._foreach_mul_(duals, job.dual_decay)
-        _write_back(stored_duals, duals)
+        _write_back(stored, duals)
         for member in members:
             member.state["arrived"] |= 1 << job.slot
 
@@ -62,68 +63,69 @@ def residual_norm(job: LocalJob) -> Tensors:
     """See `loop.residual_norm`."""
     norms: Tensors = []
     for members in _alike(job.members, job.slot):
-        dtype = compute_dtype(real(members[0].param), real(members[0].state[f"dual.{job.slot}"]))
+        dtype = _dtype(members, job.slot)
         duals = _as(_own(members, "dual", job.slot), dtype)
         norms += torch._foreach_norm(torch._foreach_add(duals, _gradients(job, members, dtype)))
     return norms
 
 
+# Each solver returns delta = sigma d = -r / (1 + (rho / sigma) q), in memory that is the caller's.
+
+
 def _identity(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
     rs = _residuals(job, duals, grads)
-    torch._foreach_div_(rs, job.sigma + job.rho)
-    torch._foreach_neg_(rs)
+    torch._foreach_mul_(rs, -job.sigma / (job.sigma + job.rho))
     return rs
 
 
 def _second_moment(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
-    preconditioner = job.preconditioner
-    assert isinstance(preconditioner, SecondMoment)
+    own = job.preconditioner
+    assert isinstance(own, SecondMoment)
     rs = _residuals(job, duals, grads)
     stored = _own(members, "moment", job.slot)
     moments = _as(stored, rs[0].dtype)
-    if preconditioner.scheme == "adagrad":
+    if own.scheme == "adagrad":
         torch._foreach_addcmul_(moments, rs, rs)
     else:
-        torch._foreach_mul_(moments, preconditioner.beta)
-        torch._foreach_addcmul_(moments, rs, rs, 1 - preconditioner.beta)
+        torch._foreach_mul_(moments, own.beta)
+        torch._foreach_addcmul_(moments, rs, rs, 1 - own.beta)
     _write_back(stored, moments)
-    denominators = list(torch._foreach_sqrt(moments))
-    if preconditioner.scheme == "adam":
-        torch._foreach_div_(denominators, _corrections(job, members))
-    if preconditioner.eta < float("inf"):
-        torch._foreach_clamp_max_(denominators, preconditioner.eta)
-    if preconditioner.eps != 0:
-        torch._foreach_add_(denominators, preconditioner.eps)
-    torch._foreach_mul_(denominators, job.rho)
-    torch._foreach_add_(denominators, job.sigma)
-    torch._foreach_div_(rs, denominators)
-    torch._foreach_neg_(rs)
+    roots = list(torch._foreach_sqrt(moments))
+    # The bias correction of Scheme III goes into the scalars instead of over the tensors.
+    corrections: Any = [1.0] * len(roots)
+    if own.scheme == "adam":
+        corrections = [(1 - own.beta**step) ** 0.5 for step in _steps(job, members)]
+    if own.eta < float("inf"):
+        torch._foreach_clamp_max_(roots, [own.eta * c for c in corrections])
+    ratio = job.rho / job.sigma
+    torch._foreach_mul_(roots, [-ratio / c for c in corrections])
+    torch._foreach_add_(roots, -(1 + ratio * own.eps))
+    torch._foreach_div_(rs, roots)
     return rs
 
 
 def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
-    preconditioner = job.preconditioner
-    assert isinstance(preconditioner, NewtonSchulz)
+    own = job.preconditioner
+    assert isinstance(own, NewtonSchulz)
     stored = _own(members, "momentum", job.slot)
     momenta = _as(stored, duals[0].dtype)
-    torch._foreach_mul_(momenta, preconditioner.momentum)
+    torch._foreach_mul_(momenta, own.momentum)
     torch._foreach_add_(momenta, grads)
     _write_back(stored, momenta)
     bs = momenta
-    if preconditioner.nesterov:
-        bs = list(torch._foreach_add(grads, momenta, alpha=preconditioner.momentum))
-    rs = [preconditioner.orthogonalize(b) for b in bs]
-    torch._foreach_add_(rs, duals)
-    denominators = list(torch._foreach_abs(rs))
-    for r, step in zip(rs, _steps(job, members), strict=True):
-        perturbation = preconditioner.perturbation**step
+    if own.nesterov:
+        bs = list(torch._foreach_add(grads, momenta, alpha=own.momentum))
+    sums = [own.orthogonalize(b) for b in bs]
+    torch._foreach_add_(sums, duals)
+    scales = list(torch._foreach_abs(sums))
+    for s, step in zip(sums, _steps(job, members), strict=True):
+        perturbation = own.perturbation**step
         if isinstance(perturbation, Tensor) or perturbation != 0:
-            r.add_(perturbation * (r == 0))
-    torch._foreach_mul_(denominators, job.rho)
-    torch._foreach_add_(denominators, job.sigma)
-    torch._foreach_div_(rs, denominators)
-    torch._foreach_neg_(rs)
-    return rs
+            s.add_(perturbation * (s == 0))
+    torch._foreach_mul_(scales, -job.rho / job.sigma)
+    torch._foreach_add_(scales, -1.0)
+    torch._foreach_div_(sums, scales)
+    return sums
 
 
 _SOLVERS: dict[
@@ -131,16 +133,36 @@ _SOLVERS: dict[
 ] = {Identity: _identity, SecondMoment: _second_moment, NewtonSchulz: _newton_schulz}
 
 
-def _alike(members: list[Member], slot: int) -> list[list[Member]]:
-    """Members in lists that share devices and dtypes, as foreach's fast routes want them."""
+def _alike(members: list[Member], slot: int) -> Iterator[list[Member]]:
+    """Members in lists that share devices and dtypes, as foreach's fast routes want them.
+
+    On a CPU a list is also cut where its tensors no longer fit in the cache together, because one
+    operation after the other goes over all of them.
+    """
     lists: dict[object, list[Member]] = {}
     for member in members:
         dual = member.state[state_key("dual", slot)]
-        kind = (member.param.device, member.param.dtype, dual.dtype)
-        lists.setdefault((*kind, None if member.grad is None else member.grad.dtype), []).append(
-            member
-        )
-    return list(lists.values())
+        grad = None if member.grad is None else member.grad.dtype
+        kind = (member.param.device, member.param.dtype, dual.dtype, grad)
+        lists.setdefault(kind, []).append(member)
+    for alike in lists.values():
+        if alike[0].param.device.type != "cpu":
+            yield alike
+            continue
+        block: list[Member] = []
+        elements = 0
+        for member in alike:
+            if block and elements + member.param.numel() > _CPU_BLOCK:
+                yield block
+                block, elements = [], 0
+            block.append(member)
+            elements += member.param.numel()
+        yield block
+
+
+def _dtype(members: list[Member], slot: int) -> torch.dtype:
+    first = members[0]
+    return compute_dtype(real(first.param), real(first.state[state_key("dual", slot)]))
 
 
 def _own(members: list[Member], name: str, slot: int) -> Tensors:
@@ -185,23 +207,15 @@ def _steps(job: LocalJob, members: list[Member]) -> list[Scalar]:
     return [step.item() if step.device.type == "cpu" else step for step in steps]
 
 
-def _corrections(job: LocalJob, members: list[Member]) -> Any:
-    """sqrt(1 - beta^step) of Scheme III, per member."""
-    assert isinstance(job.preconditioner, SecondMoment)
-    corrections = (1 - job.preconditioner.beta**step for step in _steps(job, members))
-    return [c.sqrt() if isinstance(c, Tensor) else c**0.5 for c in corrections]
-
-
-def _accumulate(job: LocalJob, members: list[Member], duals: Tensors, deltas: Tensors) -> None:
+def _accumulate(members: list[Member], contributions: Tensors, weight: float) -> None:
     """pending = sum of a_i u_i: started by the first batch of a round, added to by the others."""
-    first = [i for i, member in enumerate(members) if not member.state["arrived"]]
-    for i in first:
-        members[i].state["pending"].zero_()
-    pendings = [real(member.state["pending"]) for member in members]
-    totals = _as(pendings, duals[0].dtype)
-    torch._foreach_add_(totals, duals, alpha=job.weight)
-    torch._foreach_add_(totals, deltas, alpha=2 * job.weight)
-    _write_back(pendings, totals)
+    for member in members:
+        if not member.state["arrived"]:
+            member.state["pending"].zero_()
+    stored = [real(member.state["pending"]) for member in members]
+    totals = _as(stored, contributions[0].dtype)
+    torch._foreach_add_(totals, contributions, alpha=weight)
+    _write_back(stored, totals)
 
 
 def _move(members: list[Member], totals: Tensors, move: Move) -> None:

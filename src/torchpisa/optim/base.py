@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -99,6 +100,8 @@ class ConsensusOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float], *, batch: int | None = None) -> float: ...
 
+    # Bookkeeping of rounds is Python; traced, it would only break the graph again and again.
+    @_disable_dynamo
     @torch.no_grad()
     def step(
         self, closure: Callable[[], float] | None = None, *, batch: int | None = None
@@ -199,11 +202,12 @@ class ConsensusOptimizer(Optimizer):
             return True, None
         bad = rounds.any_nonfinite(grads) if found is None else found.reshape(()) > 0
         if found is None and mode == "raise":
-            if bad:
+            names = self._nonfinite_names() if bad else []
+            if names:
                 raise FloatingPointError(
                     f"non-finite gradient in batch {slot} of iteration {self.iteration}: "
-                    f"{', '.join(self._nonfinite_names())}. Nothing was changed; "
-                    "nonfinite='skip' leaves such batches out"
+                    f"{', '.join(names)}. Nothing was changed; nonfinite='skip' leaves such "
+                    "batches out"
                 )
             return True, None
         if bad.device.type != "cpu" or self.param_groups[0]["capturable"]:
