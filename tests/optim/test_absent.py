@@ -9,6 +9,7 @@ from torchpisa import SISA
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 on_device = pytest.mark.parametrize("capturable", [False, True], ids=["host", "device"])
+over_paths = pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 
 
 def gradient(k):
@@ -23,14 +24,15 @@ def settings(entry, capturable):
 
 @each
 @on_device
-def test_skip_is_absence(entry, capturable):
+@over_paths
+def test_skip_is_absence(entry, capturable, foreach):
     """A skipped batch leaves its dual, moment and counter alone and contributes its dual."""
     p, q = (nn.Parameter(torch.ones(4, 3)) for _ in range(2))
-    opt = entry([p], nonfinite="skip", **settings(entry, capturable))
+    opt = entry([p], nonfinite="skip", foreach=foreach, **settings(entry, capturable))
     other = entry([q], **settings(entry, False))
     for k in range(12):
         slot = k % opt.batches
-        bad = k in (4, 7)
+        bad = k in (0, 4, 7)
         p.grad = gradient(k)
         if bad:
             p.grad[0, 0] = float("nan")
@@ -55,9 +57,10 @@ def test_skip_is_absence(entry, capturable):
 
 @each
 @on_device
-def test_a_round_of_skipped_batches_moves_nothing(entry, capturable):
+@over_paths
+def test_a_round_of_skipped_batches_moves_nothing(entry, capturable, foreach):
     p = nn.Parameter(torch.ones(4, 3))
-    opt = entry([p], nonfinite="skip", **settings(entry, capturable))
+    opt = entry([p], nonfinite="skip", foreach=foreach, **settings(entry, capturable))
     for k in range(2 * opt.batches):
         p.grad = gradient(k)
         opt.step()
@@ -72,10 +75,12 @@ def test_a_round_of_skipped_batches_moves_nothing(entry, capturable):
 
 
 @on_device
-def test_skipped_batch_and_missing_gradient_in_one_round(capturable):
+@over_paths
+def test_skipped_batch_and_missing_gradient_in_one_round(capturable, foreach):
     """Batch 1 is skipped; the parameter it did not reach must not take its zero-gradient step."""
     a, b = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    opt = SISA([a, b], batches=2, nonfinite="skip", capturable=capturable, weight_decay=0.1)
+    settings = {"capturable": capturable, "foreach": foreach, "weight_decay": 0.1}
+    opt = SISA([a, b], batches=2, nonfinite="skip", **settings)
     a.grad = b.grad = torch.ones(2)
     opt.step()
     a.grad, b.grad = torch.full((2,), float("nan")), None
