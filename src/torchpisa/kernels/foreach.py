@@ -22,8 +22,8 @@ _CPU_BLOCK = 2**18
 
 
 def supports(job: LocalJob) -> bool:
-    """Whether `local_step` takes this job: whether it knows the preconditioner."""
-    return type(job.preconditioner) in _SOLVERS
+    """Whether `local_step` takes this job: a known preconditioner, and nobody to leave out."""
+    return type(job.preconditioner) in _SOLVERS and job.keep is None
 
 
 @torch.no_grad()
@@ -34,32 +34,28 @@ def local_step(job: LocalJob) -> None:
         dtype = _dtype(members, job.slot)
         stored = _own(members, "dual", job.slot)
         duals = _as(stored, dtype)
-        keep = _keep(job.keep, members)
+        torch._foreach_add_(_own(members, "step", job.slot), 1)
         deltas = solve(job, members, duals, _gradients(job, members, dtype))
-        if keep is not None:
-            torch._foreach_mul_(deltas, keep)
         torch._foreach_add_(duals, deltas)
         # u = pi + 2 delta is the new dual plus delta, which is not needed any more.
         contributions = deltas
         torch._foreach_add_(contributions, duals)
         if job.move is not None:
-            _move(members, contributions, job.move, keep)
+            _move(members, contributions, job.move)
         else:
             _accumulate(members, contributions, job.weight)
         if job.dual_decay != 1:
-            torch._foreach_mul_(duals, _if_kept(keep, job.dual_decay, 1.0))
+            torch._foreach_mul_(duals, job.dual_decay)
         _write_back(stored, duals)
-        _count(members, job.slot, keep)
         for member in members:
             member.state["arrived"] |= 1 << job.slot
 
 
 @torch.no_grad()
-def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
+def consensus(members: list[Member], move: Move) -> None:
     """See `loop.consensus`."""
     for alike in _alike(members, 0):
-        totals = [real(member.state["pending"]) for member in alike]
-        _move(alike, totals, move, _keep(keep, alike))
+        _move(alike, [real(member.state["pending"]) for member in alike], move)
 
 
 @torch.no_grad()
@@ -73,8 +69,7 @@ def residual_norm(job: LocalJob) -> Tensors:
     return norms
 
 
-# Each solver returns delta = sigma d = -r / (1 + (rho / sigma) q) in memory of its own. For a batch
-# that is not kept it leaves its state as it was, and the delta is finite and to be ignored.
+# Each solver returns delta = sigma d = -r / (1 + (rho / sigma) q), in memory that is the caller's.
 
 
 def _identity(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
@@ -89,14 +84,11 @@ def _second_moment(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     rs = _residuals(job, duals, grads)
     stored = _own(members, "moment", job.slot)
     moments = _as(stored, rs[0].dtype)
-    keep = _keep(job.keep, members)
-    share = 1.0 if own.scheme == "adagrad" else 1 - own.beta
-    if own.scheme != "adagrad":
-        torch._foreach_mul_(moments, _if_kept(keep, own.beta, 1.0))
-    if keep is None:
-        torch._foreach_addcmul_(moments, rs, rs, share)
+    if own.scheme == "adagrad":
+        torch._foreach_addcmul_(moments, rs, rs)
     else:
-        torch._foreach_add_(moments, torch._foreach_mul(torch._foreach_mul(rs, rs), share * keep))
+        torch._foreach_mul_(moments, own.beta)
+        torch._foreach_addcmul_(moments, rs, rs, 1 - own.beta)
     _write_back(stored, moments)
     roots = list(torch._foreach_sqrt(moments))
     # The bias correction of Scheme III goes into the scalars instead of over the tensors.
@@ -117,7 +109,7 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     assert isinstance(own, NewtonSchulz)
     stored = _own(members, "momentum", job.slot)
     momenta = _as(stored, duals[0].dtype)
-    torch._foreach_mul_(momenta, _if_kept(_keep(job.keep, members), own.momentum, 1.0))
+    torch._foreach_mul_(momenta, own.momentum)
     torch._foreach_add_(momenta, grads)
     _write_back(stored, momenta)
     bs = momenta
@@ -196,9 +188,6 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
         grads = _as([real(member.grad) for member in members if member.grad is not None], dtype)
         if job.grad_scale is not None:
             grads = list(torch._foreach_div(grads, job.grad_scale.to(grads[0].device)))
-        if job.keep is not None:  # so that nothing infinite gets any further
-            keep = job.keep.to(grads[0].device)
-            grads = [torch.where(keep, grad, 0.0) for grad in grads]
     if job.maximize:
         grads = list(torch._foreach_neg(grads))
     if job.weight_decay != 0:
@@ -213,28 +202,9 @@ def _residuals(job: LocalJob, duals: Tensors, grads: Tensors) -> Tensors:
     return rs
 
 
-def _keep(keep: Tensor | None, members: list[Member]) -> Tensor | None:
-    """`keep` as 0 or 1 where the members are."""
-    return None if keep is None else keep.to(members[0].param.device, torch.float32)
-
-
-def _if_kept(keep: Tensor | None, value: float, otherwise: float) -> Any:
-    return value if keep is None else otherwise + keep * (value - otherwise)
-
-
 def _steps(job: LocalJob, members: list[Member]) -> list[Scalar]:
-    """The number of this update, per member."""
     steps = [member.state[state_key("step", job.slot)] for member in members]
-    return [step.item() + 1 if step.device.type == "cpu" else step + 1 for step in steps]
-
-
-def _count(members: list[Member], slot: int, keep: Tensor | None) -> None:
-    """Add one to the counters, if `keep` says so; then they live where it does, for good."""
-    key = state_key("step", slot)
-    if keep is not None:
-        for member in members:
-            member.state[key] = member.state[key].to(keep.device, non_blocking=True)
-    torch._foreach_add_([member.state[key] for member in members], 1 if keep is None else keep)
+    return [step.item() if step.device.type == "cpu" else step for step in steps]
 
 
 def _accumulate(members: list[Member], contributions: Tensors, weight: float) -> None:
@@ -248,13 +218,11 @@ def _accumulate(members: list[Member], contributions: Tensors, weight: float) ->
     _write_back(stored, totals)
 
 
-def _move(members: list[Member], totals: Tensors, move: Move, keep: Tensor | None) -> None:
+def _move(members: list[Member], totals: Tensors, move: Move) -> None:
     params = [real(member.param) for member in members]
     dtype = torch.promote_types(params[0].dtype, totals[0].dtype)
     ws, totals = _as(params, dtype), _as(totals, dtype)
     scale = move.lr / (move.total_sigma + move.lr * move.consensus_decay)
-    if keep is not None:
-        scale = keep * scale
     if move.consensus_decay != 0:
         totals = list(torch._foreach_add(totals, ws, alpha=-move.consensus_decay))
     if isinstance(scale, Tensor):

@@ -85,8 +85,12 @@ def close(group: Group, members: list[Member], preconditioner: Preconditioner) -
                 _run(_job(group, missed, preconditioner, slot, keep, None), group)
             else:
                 loop.add_dual(reached, slot, group["weights"][slot])
-        kernel = foreach if _use_foreach(group, reached) else loop
-        kernel.consensus(reached, _move(group), None if kept is None else kept.any())
+        if kept is not None:
+            loop.consensus(reached, _move(group), kept.any())
+        elif _use_foreach(group, reached):
+            foreach.consensus(reached, _move(group))
+        else:
+            loop.consensus(reached, _move(group), None)
     for member in reached:
         member.state["arrived"] = 0
     group.update({**PROGRESS, "iteration": group["iteration"] + 1})
