@@ -459,3 +459,38 @@ def test_nsisa_splits_matrices_from_the_rest():
     assert (matrices["sigma"], rest["sigma"]) == ([50.0], [0.5])
     assert "momentum.0" in opt.state[matrices["params"][0]]
     assert "moment.0" in opt.state[rest["params"][0]]
+
+
+def test_numpy_numbers_become_plain_floats(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    p = nn.Parameter(torch.ones(2))
+    weights = numpy.array([1, 3])
+    opt = SISA(
+        [p],
+        sigma=numpy.float32(0.5),
+        rho=torch.tensor([1.0, 2.0]),
+        batches=2,
+        weights=weights,
+    )
+    assert opt.param_groups[0]["weights"] == [0.25, 0.75]
+    assert opt.param_groups[0]["rho"] == [1.0, 2.0]
+    torch.save(opt.state_dict(), tmp_path / "opt.pt")
+    opt.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
+
+
+def test_distributed_checkpoint_state_dict():
+    """torch's own helpers for checkpoints find the state, and give it back."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model, other = network(), network()
+    a, b = SISA(model.parameters(), batches=2), SISA(other.parameters(), batches=2)
+    train(model, a, 5)
+    set_optimizer_state_dict(other, b, get_optimizer_state_dict(model, a))
+    assert (b.iteration, b.batch) == (2, 1)
+    other.load_state_dict(model.state_dict())
+    train(model, a, 5, start=5)
+    train(other, b, 5, start=5)
+    assert torch.equal(weights(model), weights(other))

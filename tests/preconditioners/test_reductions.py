@@ -41,40 +41,32 @@ def test_stability_limit(h, stable):
     assert (w.abs() < 1e-3) == stable
 
 
-def test_scheme_2_with_small_sigma_and_no_dual_is_rmsprop():
-    rho, beta = 200.0, 0.9
+RHO = 200.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [
+        ({"scheme": "adagrad"}, lambda p: torch.optim.Adagrad(p, lr=2 / RHO, eps=0.0)),
+        (
+            {"scheme": "rmsprop", "beta": 0.9},
+            lambda p: torch.optim.RMSprop(p, lr=2 / RHO, alpha=0.9, eps=0.0),
+        ),
+        (
+            {"scheme": "adam", "beta": 0.99},
+            lambda p: torch.optim.Adam(p, lr=2 / RHO, betas=(0.0, 0.99), eps=0.0),
+        ),
+    ],
+    ids=["scheme 1 is Adagrad", "scheme 2 is RMSprop", "scheme 3 is Adam without momentum"],
+)
+def test_small_sigma_and_no_dual_are_a_known_optimizer(settings, known):
+    """With sigma -> 0 and the dual zeroed, w moves by 2 sigma d / sigma = 2 d."""
     ours, theirs = (nn.Parameter(torch.ones(3, 4, dtype=torch.float64)) for _ in range(2))
-    opt = SISA([ours], sigma=1e-13, rho=rho, scheme="rmsprop", beta=beta, dual_decay=0.0)
-    # The consensus doubles d: w moves by 2 sigma d / sigma.
-    rmsprop = torch.optim.RMSprop([theirs], lr=2 / rho, alpha=beta, eps=0.0)
+    opt, reference = SISA([ours], sigma=1e-13, rho=RHO, dual_decay=0.0, **settings), known([theirs])
     for g in gradients(50, (3, 4)):
         ours.grad = theirs.grad = g
         opt.step()
-        rmsprop.step()
-        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-9, atol=1e-11)
-
-
-def test_scheme_1_with_small_sigma_and_no_dual_is_adagrad():
-    rho = 200.0
-    ours, theirs = (nn.Parameter(torch.ones(3, 4, dtype=torch.float64)) for _ in range(2))
-    opt = SISA([ours], sigma=1e-13, rho=rho, scheme="adagrad", dual_decay=0.0)
-    adagrad = torch.optim.Adagrad([theirs], lr=2 / rho, eps=0.0)
-    for g in gradients(50, (3, 4)):
-        ours.grad = theirs.grad = g
-        opt.step()
-        adagrad.step()
-        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-9, atol=1e-11)
-
-
-def test_scheme_3_with_small_sigma_and_no_dual_is_adam_without_momentum():
-    rho, beta = 200.0, 0.99
-    ours, theirs = (nn.Parameter(torch.ones(3, 4, dtype=torch.float64)) for _ in range(2))
-    opt = SISA([ours], sigma=1e-13, rho=rho, beta=beta, dual_decay=0.0)
-    adam = torch.optim.Adam([theirs], lr=2 / rho, betas=(0.0, beta), eps=0.0)
-    for g in gradients(50, (3, 4)):
-        ours.grad = theirs.grad = g
-        opt.step()
-        adam.step()
+        reference.step()
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-9, atol=1e-11)
 
 

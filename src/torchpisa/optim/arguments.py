@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def check_range(
         legal = f"a number {'>' if low_open else '>='} {low:g}"
     else:
         legal = f"in {'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number and not (isinstance(value, Tensor) and value.numel() == 1):
         raise ValueError(f"{name} must be {legal}, got {value!r}")
     x = float(value)

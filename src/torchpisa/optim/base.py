@@ -272,12 +272,12 @@ class ConsensusOptimizer(Optimizer):
                 f"lr must be on the parameters' device {device} when capturable=True, "
                 f"got {group['lr']!r}"
             )
-        for name in ("sigma", "rho"):
-            values = group[name] if isinstance(group[name], list | tuple) else [group[name]]
-            values = list(values) * (group["batches"] // len(values))
+        for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
+            # Plain floats, whatever kind of number was given, so that checkpoints load anywhere.
+            values = arguments.per_batch(name, group[name], group["batches"], check)
+            group[name] = [float(value) for value in values]
             if group["capturable"]:
-                values = [torch.tensor(float(value), device=device) for value in values]
-            group[name] = values
+                group[name] = [torch.tensor(value, device=device) for value in group[name]]
         for param in params:
             if param.requires_grad:
                 self._init_state(param, group)
