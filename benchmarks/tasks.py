@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TASKS", "Task"]
+__all__ = ["TASKS", "Task", "load_digits_split"]
 
 
 @dataclass
@@ -62,22 +62,27 @@ def _classification(
     )
 
 
-def digits_mlp(data: Path, device: torch.device) -> Task:
-    """MLP 64-128-128-10 on scikit-learn's digits: 1,000 to train, 297 to validate, 500 to test."""
+def load_digits_split() -> dict[str, tuple[Tensor, Tensor]]:
+    """scikit-learn's 8x8 digits, shuffled once: 1,000 to train, 297 to validate, 500 to test."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    x = torch.tensor(images, dtype=torch.float32)[order].to(device) / 16
-    y = torch.tensor(labels)[order].to(device)
+    x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
     cuts = {"train": slice(0, 1000), "validation": slice(1000, 1297), "test": slice(1297, None)}
+    return {name: (x[cut], y[cut]) for name, cut in cuts.items()}
+
+
+def digits_mlp(data: Path, device: torch.device) -> Task:
+    """MLP 64-128-128-10 on scikit-learn's digits."""
 
     def model() -> nn.Module:
         return nn.Sequential(
             nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
         ).to(device)
 
-    return _classification(model, {k: (x[c], y[c]) for k, c in cuts.items()}, 64)
+    splits = {name: (x.to(device), y.to(device)) for name, (x, y) in load_digits_split().items()}
+    return _classification(model, splits, 64)
 
 
 def mnist_cnn(data: Path, device: torch.device) -> Task:

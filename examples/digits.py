@@ -3,7 +3,7 @@
 Everyone starts from the same weights and gets the same number of gradients, each of 64 samples.
 AdamW has its usual learning rate, SISA and NSISA the library's defaults. "SISA, 4 parts" never sees
 a shuffled batch: it takes turns between four parts of the data that share no digit, and moves the
-weights once per round of four gradients. Its sigma and rho were tuned for that, by hand.
+weights once per round of four gradients.
 """
 
 import argparse
@@ -67,9 +67,7 @@ def contestants(y: Tensor) -> list[Run]:
     by_digit = Parts.from_indices(
         [torch.isin(y, torch.tensor(digits)).nonzero().flatten() for digits in groups]
     )
-    # The defaults, made for shuffled data, diverge on parts as unlike as these; this sigma and rho
-    # are from the middle of the range that does not.
-    uneven = {"batches": len(by_digit), "weights": by_digit.weights, "sigma": 3.0, "rho": 300.0}
+    uneven = {"batches": len(by_digit), "weights": by_digit.weights}
     return [
         Run("AdamW", everything, lambda p: torch.optim.AdamW(p, lr=1e-3), "#000000", "--"),
         Run("SISA", everything, lambda p: torchpisa.SISA(p), "#0072B2", "-"),

@@ -118,7 +118,10 @@ def test_newton_schulz_does_not_care_about_scale(scale, dtype):
 @pytest.mark.parametrize("m", [2, 5])
 def test_identical_batches_equal_one_batch(entry, m):
     one, many = (nn.Parameter(torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
-    a, b = entry([one]), entry([many], batches=m, weights=list(range(1, m + 1)))
+    same = {"sisa_sigma" if entry.make is NSISA else "sigma": 3.0}
+    same |= {} if entry.make is NSISA else {"rho": 50.0}
+    a = entry([one], **same)
+    b = entry([many], batches=m, weights=list(range(1, m + 1)), **same)
     for noise in gradients(30, (4, 3)):
         for opt, p, times in ((a, one, 1), (b, many, m)):
             for _ in range(times):

@@ -13,7 +13,7 @@ from torchpisa.optim import arguments
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.common import Common
 from torchpisa.optim.rounds import Group
-from torchpisa.optim.sisa import check_second_moment
+from torchpisa.optim.sisa import check_second_moment, fill_in
 from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class NSISA(ConsensusOptimizer):
         perturbation: \(\epsilon_i\) in [0, 1); it stands in where \(\pi_i + o_i\) is exactly zero.
         aspect_scaling: multiply \(o_i\) by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), as the
             published GPT-2 script does.
-        sisa_sigma: sigma of what is not orthogonalised.
-        sisa_rho: rho of what is not orthogonalised.
+        sisa_sigma: sigma of what is not orthogonalised; `SISA`'s by default.
+        sisa_rho: rho of what is not orthogonalised; `SISA`'s by default.
         scheme: see `SISA`; likewise `beta`, `eta` and `eps`.
         beta: see `SISA`.
         eta: see `SISA`.
@@ -76,14 +76,15 @@ class NSISA(ConsensusOptimizer):
         ns_steps: int = 5,
         perturbation: float = 1e-8,
         aspect_scaling: bool = False,
-        sisa_sigma: float | Sequence[float] = 0.5,
-        sisa_rho: float | Sequence[float] = 1e3,
+        sisa_sigma: float | Sequence[float] | None = None,
+        sisa_rho: float | Sequence[float] | None = None,
         scheme: Scheme = "adam",
         beta: float = 0.99,
         eta: float = math.inf,
         eps: float = 0.0,
         **common: "Unpack[Common]",
     ) -> None:
+        sisa_sigma, sisa_rho = fill_in(sisa_sigma, sisa_rho, common)
         own = {
             "orthogonalize": True,
             "momentum": momentum,

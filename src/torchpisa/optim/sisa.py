@@ -38,9 +38,11 @@ class SISA(ConsensusOptimizer):
         params: parameters or parameter groups; groups may override everything but `batches`,
             `weights`, `clip` and `nonfinite`.
         sigma: \(\sigma_i^0 > 0\), the penalty: 1/sigma is the step that a constant gradient ends
-            up with. One number, or one per batch.
+            up with. One number, or one per batch. By default 0.5, or 2 if there are several
+            batches, which may differ.
         rho: \(\rho_i \ge 0\), the weight of the second moment: 1/rho is comparable to Adam's
-            learning rate. One number, or one per batch.
+            learning rate. One number, or one per batch. By default 1,000, or 100 if there are
+            several batches.
         scheme: `"adagrad"`, `"rmsprop"` or `"adam"`: Schemes I, II and III of equation (4.4).
         beta: \(\beta_i\) of Schemes II and III, in (0, 1). The published scripts use 0.999; 0.99
             bounds the step after a gradient that comes once in a while three times lower.
@@ -53,8 +55,8 @@ class SISA(ConsensusOptimizer):
         self,
         params: ParamsT,
         *,
-        sigma: float | Sequence[float] = 0.5,
-        rho: float | Sequence[float] = 1e3,
+        sigma: float | Sequence[float] | None = None,
+        rho: float | Sequence[float] | None = None,
         scheme: Scheme = "adam",
         beta: float = 0.99,
         eta: float = math.inf,
@@ -62,6 +64,7 @@ class SISA(ConsensusOptimizer):
         **common: "Unpack[Common]",
     ) -> None:
         own = {"scheme": scheme, "beta": beta, "eta": eta, "eps": eps}
+        sigma, rho = fill_in(sigma, rho, common)
         super().__init__(params, sigma, rho, own, **common)
 
     def preconditioner(self, group: Group) -> SecondMoment:
@@ -69,6 +72,18 @@ class SISA(ConsensusOptimizer):
 
     def _check_own(self, group: Group) -> None:
         check_second_moment(group)
+
+
+def fill_in(
+    sigma: float | Sequence[float] | None, rho: float | Sequence[float] | None, common: Common
+) -> tuple[float | Sequence[float], float | Sequence[float]]:
+    """The defaults of SISA's rule. Duals of batches that differ grow; they need a larger sigma, and
+    less momentum, than one dual on mixed data does."""
+    default_sigma, default_rho = (0.5, 1e3) if common.get("batches", 1) == 1 else (2.0, 100.0)
+    return (
+        default_sigma if sigma is None else sigma,
+        default_rho if rho is None else rho,
+    )
 
 
 def check_second_moment(group: Group) -> None:
