@@ -7,7 +7,7 @@ from torch import nn
 from tests.optim.table import ENTRIES
 from torchpisa import NSISA, PISA, SISA
 from torchpisa.algorithms.nsisa import newton_schulz
-from torchpisa.preconditioners import LocalProblem, Preconditioner
+from torchpisa.preconditioners import LocalProblem, NewtonSchulz, Preconditioner
 
 
 def gradients(count, shape, dtype=torch.float64):
@@ -110,6 +110,15 @@ def test_newton_schulz_does_not_care_about_scale(scale, dtype):
         newton_schulz(scale * b, dtype=dtype), newton_schulz(b, dtype=dtype), rtol=3e-2, atol=3e-2
     )
     assert not newton_schulz(torch.zeros(3, 2), dtype=dtype).any()
+
+
+@pytest.mark.parametrize("shape", [(8, 2), (2, 8), (8, 1, 2), (3, 3)])
+def test_aspect_scaling(shape):
+    """o is multiplied by the root of rows/cols for tall matrices only, convolutions flattened."""
+    b = torch.randn(shape)
+    plain = NewtonSchulz().orthogonalize(b)
+    scaled = NewtonSchulz(aspect_scaling=True).orthogonalize(b)
+    torch.testing.assert_close(scaled, plain * (2.0 if shape[0] == 8 else 1.0))
 
 
 @pytest.mark.parametrize(
