@@ -70,6 +70,7 @@ def test_small_sigma_and_no_dual_are_a_known_optimizer(settings, known):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_nsisa_with_large_sigma_takes_muons_direction(shape, nesterov):
