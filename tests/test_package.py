@@ -19,14 +19,15 @@ API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 # Which rooms of the package a room may import, besides itself.
 MAY_IMPORT = {
     "algorithms": set(),
-    "penalty": set(),
+    "checks": set(),
+    "penalty": {"checks"},
     "data": set(),
-    "preconditioners": {"algorithms"},
+    "preconditioners": {"algorithms", "checks"},
     "kernels": {"algorithms", "preconditioners"},
-    "optim": {"algorithms", "preconditioners", "kernels", "penalty"},
+    "optim": {"algorithms", "preconditioners", "kernels", "penalty", "checks"},
     "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
 }
-INTERNAL = {"kernels"}  # no part of the public interface
+INTERNAL = {"checks", "kernels"}  # no part of the public interface
 
 Member = griffe.Object | griffe.Alias
 

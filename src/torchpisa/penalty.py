@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchpisa.checks import check_count, check_range
+
 __all__ = ["Every", "Gamma", "WarmDown", "gamma_l", "k0"]
 
 Gamma = float | Callable[[int], float]
@@ -24,7 +26,7 @@ def k0(gamma: float) -> int:
         >>> [k0(gamma) for gamma in (0.5, 0.7, 0.9, 0.99)]
         [69, 36, 11, 1]
     """
-    _check_gamma(gamma)
+    check_range("gamma", gamma, 0, 1, low_open=True)
     return max(1, math.ceil(math.log(gamma) / math.log(0.99)))
 
 
@@ -44,10 +46,10 @@ class Every:
     k0: int | None = None
 
     def __post_init__(self) -> None:
-        _check_gamma(self.gamma)
+        check_range("gamma", self.gamma, 0, 1, low_open=True)
         if self.k0 is None:
             object.__setattr__(self, "k0", k0(self.gamma))
-        _check_count("k0", self.k0)
+        check_count("k0", self.k0)
 
     def __call__(self, iteration: int) -> float:
         assert self.k0 is not None
@@ -62,8 +64,8 @@ def gamma_l(t: float, s: int, n: int) -> Every:
         s: number of epochs between two changes.
         n: iterations in an epoch (rounds, not steps).
     """
-    _check_count("s", s)
-    _check_count("n", n)
+    check_count("s", s)
+    check_count("n", n)
     return Every(t, s * n)
 
 
@@ -84,19 +86,9 @@ class WarmDown:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _check_count("epochs", self.epochs)
-        _check_count("n", self.n)
+        check_count("epochs", self.epochs)
+        check_count("n", self.n)
 
     def __call__(self, iteration: int) -> float:
         left = self.epochs - iteration // self.n
         return 1 - 1 / left if left > 1 else 1.0
-
-
-def _check_gamma(gamma: float) -> None:
-    if not 0 < gamma <= 1:
-        raise ValueError(f"gamma must be in (0, 1], got {gamma!r}")
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")

@@ -9,7 +9,7 @@ from torch import nn
 from tests.optim.table import BAD_COMMON, BAD_OWN, ENTRIES
 from torchpisa import NSISA, PISA, SISA
 from torchpisa.optim.param_groups import split
-from torchpisa.preconditioners import Hessian
+from torchpisa.preconditioners import Hessian, NewtonSchulz, Preconditioner, SecondMoment
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
@@ -193,3 +193,58 @@ def test_split_names_unknown_heads():
 def test_orthogonalize_needs_matrices():
     with pytest.raises(ValueError, match=r"orthogonalize must be False .* of shape \(3,\)"):
         NSISA([{"params": [nn.Parameter(torch.ones(3))], "orthogonalize": True}])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SecondMoment("rms"), "scheme must be one of"),
+        (lambda: SecondMoment(beta=1.0), r"beta must be in \(0, 1\), got 1\.0"),
+        (lambda: NewtonSchulz(momentum=-0.1), r"momentum must be in \[0, 1\), got -0\.1"),
+        (lambda: NewtonSchulz(ns_steps=2.5), r"ns_steps must be an integer >= 1, got 2\.5"),
+    ],
+)
+def test_preconditioners_check_themselves(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_newton_schulz_refuses_vectors():
+    p = nn.Parameter(torch.ones(3))
+    opt = PISA([p], NewtonSchulz())
+    p.grad = torch.ones(3)
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match=r"must be real matrices for NewtonSchulz.*\(3,\)"):
+        opt.step()
+    assert_unchanged(opt, before)
+
+
+class Broken(Preconditioner):
+    """Returns what it is told to."""
+
+    def __init__(self, d, state):
+        self.d, self.state = d, state
+
+    def solve(self, problem, state):
+        return self.d, self.state
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (
+            Broken(torch.ones(1, 2), {}),
+            r"d must have the shape \(3, 2\) .* got \(1, 2\) from Broken",
+        ),
+        (Broken(torch.ones(3, 2), {"extra": torch.ones(1)}), r"names of Broken.init, \[\], got"),
+    ],
+    ids=["shape", "state"],
+)
+def test_own_preconditioner_that_returns_the_wrong_thing(broken, message):
+    p = nn.Parameter(torch.ones(3, 2))
+    opt = PISA([p], broken)
+    p.grad = torch.ones(3, 2)
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match=message):
+        opt.step()
+    assert_unchanged(opt, before)

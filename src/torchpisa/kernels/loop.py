@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchpisa.algorithms import pisa
 from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
-from torchpisa.preconditioners import LocalProblem
+from torchpisa.preconditioners import LocalProblem, Preconditioner
 from torchpisa.preconditioners.base import State
 
 __all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
@@ -27,6 +27,7 @@ def local_step(job: LocalJob) -> None:
             for member, problem in zip(chunk, problems, strict=True)
         ]
         solved = job.preconditioner.solve_all(problems, states)
+        _check_solution(job.preconditioner, problems, states, solved)
         for member, problem, state, (d, new_state) in zip(
             chunk, problems, states, solved, strict=True
         ):
@@ -94,6 +95,27 @@ def _own_state(job: LocalJob, member: Member, dtype: torch.dtype) -> State:
             value = real(value)
             own[name] = value.to(dtype) if value.is_floating_point() else value
     return own
+
+
+def _check_solution(
+    preconditioner: Preconditioner,
+    problems: list[LocalProblem],
+    states: list[State],
+    solved: list[tuple[Tensor, dict[str, Tensor]]],
+) -> None:
+    """A solution of the wrong shape would be broadcast into the weights without a word."""
+    name = type(preconditioner).__name__
+    for problem, state, (d, new_state) in zip(problems, states, solved, strict=True):
+        if d.shape != problem.residual.shape:
+            raise ValueError(
+                f"d must have the shape {tuple(problem.residual.shape)} of the residual, got "
+                f"{tuple(d.shape)} from {name}"
+            )
+        if new_state.keys() != state.keys():
+            raise ValueError(
+                f"new state must have the names of {name}.init, {sorted(state)}, got "
+                f"{sorted(new_state)}"
+            )
 
 
 def _store(

@@ -1,18 +1,20 @@
-"""Checks of arguments. Every message names the argument, its value and what is legal."""
+"""Checks of what is peculiar to optimizers: groups, values per batch, unknown names."""
 
 import difflib
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpisa.checks import check_choice, check_range
+
 __all__ = [
-    "check_choice",
+    "check_gamma",
     "check_group",
-    "check_range",
+    "check_rho",
+    "check_sigma",
     "per_batch",
     "reject_unknown",
     "shares",
@@ -47,43 +49,6 @@ def reject_unknown(given: Mapping[str, Any], legal: Iterable[str], where: str) -
             )
 
 
-def check_range(
-    name: str,
-    value: Any,
-    low: float,
-    high: float = math.inf,
-    *,
-    low_open: bool = False,
-    high_open: bool = False,
-) -> None:
-    """Raise ValueError unless `value` is a number (or a tensor of one) in the interval."""
-    # Written out because a reader of the message should not have to decode it.
-    if high == math.inf and high_open:
-        legal = f"a finite number {'>' if low_open else '>='} {low:g}"
-    elif high == math.inf:
-        legal = f"a number {'>' if low_open else '>='} {low:g}"
-    else:
-        legal = f"in {'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number and not (isinstance(value, Tensor) and value.numel() == 1):
-        raise ValueError(f"{name} must be {legal}, got {value!r}")
-    x = float(value)
-    if not ((x > low if low_open else x >= low) and (x < high if high_open else x <= high)):
-        raise ValueError(f"{name} must be {legal}, got {value!r}")
-
-
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if not any(value is choice or value == choice for choice in choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def check_count(name: str, value: Any, low: int = 1) -> None:
-    """Raise ValueError unless `value` is an integer of at least `low`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
-
-
 def per_batch(name: str, value: Any, batches: int, check: Callable[[str, Any], None]) -> list[Any]:
     """`value` as one entry per batch: a scalar or a function is repeated, a sequence is checked."""
     if isinstance(value, Tensor) and value.dim() == 1:
@@ -106,7 +71,7 @@ def shares(weights: Sequence[float] | None, batches: int) -> list[float]:
     """alpha_i, equation (2.1): `weights` (sizes will do) divided by their sum."""
     if weights is None:
         return [1 / batches] * batches
-    entries = per_batch("weights", list(weights), batches, _check_positive)
+    entries = per_batch("weights", list(weights), batches, check_sigma)
     total = math.fsum(float(entry) for entry in entries)
     return [float(entry) / total for entry in entries]
 
@@ -126,10 +91,12 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def check_sigma(name: str, value: Any) -> None:
+    """A finite number above 0, as every weight alpha must be, too."""
     check_range(name, value, 0, low_open=True, high_open=True)
 
 
 def check_rho(name: str, value: Any) -> None:
+    """A finite number of at least 0."""
     check_range(name, value, 0, high_open=True)
 
 
@@ -137,7 +104,3 @@ def check_gamma(name: str, value: Any) -> None:
     """A number in (0, 1], or a rule, whose values are checked when it is called."""
     if not callable(value):
         check_range(name, value, 0, 1, low_open=True)
-
-
-def _check_positive(name: str, value: Any) -> None:
-    check_range(name, value, 0, low_open=True, high_open=True)

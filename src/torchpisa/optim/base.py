@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms import pisa
+from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.kernels.job import Member, real, state_key
 from torchpisa.optim import arguments, checkpoint, report, rounds
 from torchpisa.optim.common import DEFAULTS, SHARED, Common
@@ -44,10 +45,10 @@ class ConsensusOptimizer(Optimizer):
         legal = {"sigma", "rho", *own, *DEFAULTS}
         arguments.reject_unknown(common, legal, type(self).__name__)
         defaults: Group = {"sigma": sigma, "rho": rho, **own, **DEFAULTS, **common}
-        arguments.check_count("batches", defaults["batches"])
-        arguments.check_choice("nonfinite", defaults["nonfinite"], ("raise", "skip", "ignore"))
+        check_count("batches", defaults["batches"])
+        check_choice("nonfinite", defaults["nonfinite"], ("raise", "skip", "ignore"))
         if defaults["clip"] is not None:
-            arguments.check_range("clip", defaults["clip"], 0, low_open=True)
+            check_range("clip", defaults["clip"], 0, low_open=True)
         defaults["weights"] = arguments.shares(defaults["weights"], defaults["batches"])
         self._check_group(defaults)
         super().__init__(params, defaults)
@@ -57,7 +58,8 @@ class ConsensusOptimizer(Optimizer):
         """The preconditioner of a parameter group."""
 
     def _check_own(self, group: Group) -> None:
-        """Check the subclass's own settings of a parameter group."""
+        """Check the subclass's own settings: by default, that they make a preconditioner."""
+        self.preconditioner(group)
 
     # Where it stands
 
@@ -168,7 +170,7 @@ class ConsensusOptimizer(Optimizer):
     def _claim(self, batch: int | None) -> int:
         if batch is None:
             return self.batch
-        arguments.check_count("batch", batch, 0)
+        check_count("batch", batch, 0)
         if batch not in self._free_slots():
             problem = "was used in this round" if batch < self.batches else "does not exist"
             raise ValueError(

@@ -72,6 +72,10 @@ def restore(
     for saved, before, group in zip(state_dict["param_groups"], previous, groups, strict=True):
         for name, value in before.items():
             group.setdefault(name, value)
+        if group["capturable"] and group["params"]:
+            device = group["params"][0].device
+            for name in ("sigma", "rho"):
+                group[name] = [value.to(device) for value in group[name]]
         for key, param in zip(saved["params"], group["params"], strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
+from torchpisa.checks import check_choice
 from torchpisa.optim import arguments
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.common import Common
 from torchpisa.optim.rounds import Group
-from torchpisa.optim.sisa import check_second_moment, fill_in
+from torchpisa.optim.sisa import fill_in
 from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment
 
 if TYPE_CHECKING:
@@ -142,12 +143,9 @@ class NSISA(ConsensusOptimizer):
         super().add_param_group(group)
 
     def _check_own(self, group: Group) -> None:
-        for flag in ("orthogonalize", "nesterov", "aspect_scaling"):
-            arguments.check_choice(flag, group[flag], (True, False))
-        arguments.check_range("momentum", group["momentum"], 0, 1, high_open=True)
-        arguments.check_range("perturbation", group["perturbation"], 0, 1, high_open=True)
-        arguments.check_count("ns_steps", group["ns_steps"])
-        check_second_moment(group)
+        check_choice("orthogonalize", group["orthogonalize"], (True, False))
+        for orthogonalize in (True, False):  # a group may be split, so both rules must hold
+            self.preconditioner({"params": [], **group, "orthogonalize": orthogonalize})
         for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
             arguments.per_batch(f"sisa_{name}", group[f"sisa_{name}"], group["batches"], check)
         if group["orthogonalize"]:

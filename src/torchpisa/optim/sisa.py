@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
-from torchpisa.optim import arguments
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.common import Common
 from torchpisa.optim.rounds import Group
@@ -70,9 +69,6 @@ class SISA(ConsensusOptimizer):
     def preconditioner(self, group: Group) -> SecondMoment:
         return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
 
-    def _check_own(self, group: Group) -> None:
-        check_second_moment(group)
-
 
 def fill_in(
     sigma: float | Sequence[float] | None, rho: float | Sequence[float] | None, common: Common
@@ -84,11 +80,3 @@ def fill_in(
         default_sigma if sigma is None else sigma,
         default_rho if rho is None else rho,
     )
-
-
-def check_second_moment(group: Group) -> None:
-    """Check what SISA's rule needs in a parameter group."""
-    arguments.check_choice("scheme", group["scheme"], ("adagrad", "rmsprop", "adam"))
-    arguments.check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
-    arguments.check_range("eta", group["eta"], 0, low_open=True)
-    arguments.check_range("eps", group["eps"], 0, high_open=True)

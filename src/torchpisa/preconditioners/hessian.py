@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
 
 __all__ = ["Hessian", "conjugate_gradients"]
@@ -58,20 +59,15 @@ class Hessian(Preconditioner):
         probes: int = 4,
         dense_limit: int = 1024,
     ) -> None:
-        if curvature not in ("hessian", "gauss_newton"):
-            raise ValueError(f"curvature must be 'hessian' or 'gauss_newton', got {curvature!r}")
-        if solver not in ("auto", "dense", "cg"):
-            raise ValueError(f"solver must be 'auto', 'dense' or 'cg', got {solver!r}")
-        if not eta > 0:
-            raise ValueError(f"eta must be > 0, got {eta!r}")
+        check_choice("curvature", curvature, ("hessian", "gauss_newton"))
+        check_choice("solver", solver, ("auto", "dense", "cg"))
+        check_range("eta", eta, 0, low_open=True)
         if eta < math.inf and solver != "dense":
             raise ValueError(f"eta must be inf unless solver is 'dense', got {eta!r}")
-        if not tol > 0:
-            raise ValueError(f"tol must be > 0, got {tol!r}")
-        if max_iter < 1:
-            raise ValueError(f"max_iter must be >= 1, got {max_iter!r}")
-        if probes < 0:
-            raise ValueError(f"probes must be >= 0, got {probes!r}")
+        check_range("tol", tol, 0, low_open=True, high_open=True)
+        check_count("max_iter", max_iter)
+        check_count("probes", probes, 0)
+        check_count("dense_limit", dense_limit, 0)
         self.curvature = curvature
         self.solver = solver
         self.eta = eta

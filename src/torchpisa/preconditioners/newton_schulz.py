@@ -1,5 +1,6 @@
 """Orthogonalised momentum, the preconditioner of NSISA."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from torchpisa.algorithms import nsisa
 from torchpisa.algorithms.pisa import Scalar
+from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
 
 __all__ = ["NewtonSchulz"]
@@ -40,6 +42,21 @@ class NewtonSchulz(Preconditioner):
     perturbation: float = 1e-8
     aspect_scaling: bool = False
     dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_range("momentum", self.momentum, 0, 1, high_open=True)
+        check_choice("nesterov", self.nesterov, (True, False))
+        check_count("ns_steps", self.ns_steps)
+        check_range("perturbation", self.perturbation, 0, 1, high_open=True)
+        check_choice("aspect_scaling", self.aspect_scaling, (True, False))
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            if param.dim() < 2 or param.is_complex() or not param.numel():
+                raise ValueError(
+                    "params must be real matrices for NewtonSchulz, got one of shape "
+                    f"{tuple(param.shape)} and {param.dtype}"
+                )
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(param)}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchpisa.algorithms import sisa
 from torchpisa.algorithms.pisa import Scalar
+from torchpisa.checks import check_choice, check_range
 from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
 
 __all__ = ["SecondMoment"]
@@ -28,6 +29,12 @@ class SecondMoment(Preconditioner):
     beta: float = 0.99
     eta: float = math.inf
     eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("scheme", self.scheme, ("adagrad", "rmsprop", "adam"))
+        check_range("beta", self.beta, 0, 1, low_open=True, high_open=True)
+        check_range("eta", self.eta, 0, low_open=True)
+        check_range("eps", self.eps, 0, high_open=True)
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
         return {"moment": torch.zeros_like(param)}
