@@ -165,11 +165,18 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--show", type=Path, help="a saved file: print its table, draw its curves")
     args = parser.parse_args()
+    if args.seeds < 1:
+        parser.error(f"--seeds must be >= 1, got {args.seeds}")
     if args.show:
+        if not args.show.is_file():
+            parser.error(f"--show must be a file written by --out, got {args.show}")
         runs = json.loads(args.show.read_text())["runs"]
         print(table(runs))
         draw(runs, args.show.with_suffix(".png"))
         return
+    for task, folder in {"cnn": "mnist", "transformer": "ptb"}.items():
+        if task in args.tasks and not (Path(args.data) / folder).is_dir():
+            parser.error(f"--data must hold the folder {folder} for {task}, got {args.data}")
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     versions = {"torchpisa": torchpisa.__version__, "torch": torch.__version__}
     header = {"steps": STEPS, "device": hardware, "versions": versions}

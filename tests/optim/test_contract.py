@@ -161,12 +161,15 @@ def test_state_dtype(entry):
 @each
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_parameter_dtypes(entry, dtype):
-    """Half-precision parameters follow the float32 run up to their rounding."""
+    """Other precisions follow the float32 run up to the rounding of the coarser one."""
     model, reference = network(dtype), network()
     train(model, entry(model.parameters()), 6)
     train(reference, entry(reference.parameters()), 6)
     moved = (weights(reference) - weights(network())).norm()
-    assert (weights(model).float() - weights(reference)).norm() < 0.2 * moved + 0.02
+    # Half-precision gradients are off by percents, and Newton-Schulz and SISA's first steps see
+    # little more than their signs; float64 has no such excuse.
+    tolerance = 1e-3 * moved if dtype == torch.float64 else 0.2 * moved + 0.02
+    assert (weights(model).float() - weights(reference)).norm() < tolerance
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 

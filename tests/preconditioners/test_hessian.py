@@ -77,18 +77,19 @@ def network():
 @pytest.mark.parametrize("curvature", ["hessian", "gauss_newton"])
 @pytest.mark.parametrize("probes", [0, 4])
 def test_conjugate_gradients_equal_the_dense_solve(curvature, probes):
-    """The Hessian's few negative eigenvalues are projected by the dense solver only."""
+    """On logistic regression, which is convex, so that the dense solver projects nothing."""
     ends = []
     for solver in ("dense", "cg"):
-        model, x, y = network()
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).double()
+        _, x, y = network()
         hessian = Hessian(curvature, solver, tol=1e-12, max_iter=200, probes=probes)
-        opt = PISA(model.parameters(), hessian, sigma=5.0, rho=2.0)
-        for _ in range(3):
+        opt = PISA(model.parameters(), hessian, sigma=0.5, rho=2.0)
+        for _ in range(5):
             outputs = model(x)
             step(opt, nn.functional.cross_entropy(outputs, y), outputs)
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    tolerance = 1e-9 if curvature == "gauss_newton" else 0.05
-    assert (ends[0] - ends[1]).norm() <= tolerance * ends[0].norm()
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-11)
 
 
 def test_gauss_newton_matrix():
@@ -171,13 +172,16 @@ def test_copies_leave_the_graph_behind():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Hessian("newton"), "curvature must be 'hessian' or 'gauss_newton', got 'newton'"),
-        (lambda: Hessian(solver="lu"), "solver must be 'auto', 'dense' or 'cg', got 'lu'"),
-        (lambda: Hessian(eta=0.0), r"eta must be > 0, got 0\.0"),
+        (
+            lambda: Hessian("newton"),
+            "curvature must be one of 'hessian', 'gauss_newton', got 'newton'",
+        ),
+        (lambda: Hessian(solver="lu"), "solver must be one of 'auto', 'dense', 'cg', got 'lu'"),
+        (lambda: Hessian(eta=0.0), r"eta must be a number > 0, got 0\.0"),
         (lambda: Hessian(eta=1.0), r"eta must be inf unless solver is 'dense', got 1\.0"),
-        (lambda: Hessian(tol=0.0), r"tol must be > 0, got 0\.0"),
-        (lambda: Hessian(max_iter=0), "max_iter must be >= 1, got 0"),
-        (lambda: Hessian(probes=-1), "probes must be >= 0, got -1"),
+        (lambda: Hessian(tol=0.0), r"tol must be a finite number > 0, got 0\.0"),
+        (lambda: Hessian(max_iter=0), "max_iter must be an integer >= 1, got 0"),
+        (lambda: Hessian(probes=-1), "probes must be an integer >= 0, got -1"),
         (lambda: Hessian().observe(torch.ones(())), "loss must be differentiable"),
         (
             lambda: Hessian("gauss_newton").observe(torch.ones((), requires_grad=True)),
