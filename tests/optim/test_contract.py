@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.optim.table import ENTRIES
 from torchpisa import NSISA, PISA, SISA
+from torchpisa.optim.param_groups import split
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
@@ -350,6 +351,27 @@ def test_add_param_group_in_mid_round(entry):
     assert opt.synced
     assert not torch.equal(b.detach(), torch.ones(2, 2))
     assert position == opt.batches // 2
+
+
+@each
+def test_named_parameters(entry):
+    """They give the same run, and keep their names."""
+    plain, named = network(), network()
+    train(plain, entry(plain.parameters()), 6)
+    opt = entry(named.named_parameters())
+    train(named, opt, 6)
+    assert torch.equal(weights(plain), weights(named))
+    names = [name for group in opt.param_groups for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in named.named_parameters())
+
+
+def test_split_keeps_embeddings_and_head_apart():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5))
+    opt = NSISA(split(model))
+    orthogonalized, rest = (group["param_names"] for group in opt.param_groups)
+    assert orthogonalized == ["1.weight"]
+    assert rest == ["0.weight", "1.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
+    assert NSISA(split(model, head=())).param_groups[0]["param_names"] == ["1.weight", "3.weight"]
 
 
 def test_named_parameters_are_named_in_errors():

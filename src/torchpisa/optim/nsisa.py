@@ -145,7 +145,7 @@ class NSISA(ConsensusOptimizer):
     def _check_own(self, group: Group) -> None:
         check_choice("orthogonalize", group["orthogonalize"], (True, False))
         for orthogonalize in (True, False):  # a group may be split, so both rules must hold
-            self.preconditioner({"params": [], **group, "orthogonalize": orthogonalize})
+            self.preconditioner({**group, "params": [], "orthogonalize": orthogonalize})
         for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
             arguments.per_batch(f"sisa_{name}", group[f"sisa_{name}"], group["batches"], check)
         if group["orthogonalize"]:
