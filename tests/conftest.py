@@ -1,7 +1,13 @@
-"""Seeds, and the skip of tests that need a GPU."""
+"""Seeds, the skip of tests that need a GPU, and Triton's interpreter where there is none."""
+
+import os
 
 import pytest
 import torch
+
+# Before anything imports triton, which looks at it once.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,6 +28,8 @@ MAY_IMPORT = {
     "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
 }
 INTERNAL = {"checks", "kernels"}  # no part of the public interface
+# Folders that need an optional package: they may import it, and are imported only when needed.
+NEEDS = {"kernels/triton": "triton"}
 
 Member = griffe.Object | griffe.Alias
 
@@ -65,7 +67,8 @@ sys.modules["numpy"] = None  # importing it raises from here on
 import torch
 import torchpisa
 
-unwanted = {"sklearn", "matplotlib", "rich", "flwr", "transformers"} & set(sys.modules)
+optional = {"sklearn", "matplotlib", "rich", "flwr", "transformers", "triton"}
+unwanted = optional & set(sys.modules)
 assert not unwanted, f"import torchpisa also imports {unwanted}"
 assert torchpisa.__version__ == importlib.metadata.version("torchpisa")
 assert importlib.resources.files("torchpisa").joinpath("py.typed").is_file()
@@ -145,15 +148,23 @@ def test_import_direction(room: str) -> None:
     for path in files:
         for name, line, at_module_level in imports(path):
             top, _, rest = name.partition(".")
+            folder = path.parent.relative_to(SOURCE).as_posix()
             if top == "torchpisa":
                 allowed = rest.partition(".")[0] in MAY_IMPORT[room] | {room}
-            elif top == "torch" or top in sys.stdlib_module_names:
+                for special in NEEDS:
+                    if rest.startswith(special.replace("/", ".")) and folder != special:
+                        allowed = allowed and not at_module_level
+            elif top in ("torch", NEEDS.get(folder)) or top in sys.stdlib_module_names:
                 allowed = True
             else:  # optional packages, inside the function that needs them
                 allowed = not at_module_level and room != "algorithms"
             if not allowed:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_import_leaves_triton_alone() -> None:
+    run(sys.executable, "-c", "import sys, torchpisa; assert 'triton' not in sys.modules")
 
 
 # The documentation of what is public

@@ -47,8 +47,12 @@ ENTRIES = [
             "initial_consensus": True,
         },
     ),
-    Entry("nsisa", NSISA),
-    Entry("nsisa-m2", NSISA, {"batches": 2, "nesterov": True, "aspect_scaling": True}),
+    Entry("nsisa", NSISA, {"ns_dtype": None}),
+    Entry(
+        "nsisa-m2",
+        NSISA,
+        {"batches": 2, "nesterov": True, "aspect_scaling": True, "ns_dtype": None},
+    ),
 ]
 
 
@@ -87,6 +91,9 @@ BAD_COMMON = [
     BadInput({"nonfinite": "warn"}, r"nonfinite must be one of 'raise', 'skip', 'ignore', got"),
     BadInput({"state_dtype": torch.int32}, r"state_dtype must be None or a real floating dtype"),
     BadInput({"foreach": "yes"}, r"foreach must be one of None, True, False, got 'yes'"),
+    BadInput({"fused": "yes"}, r"fused must be one of None, True, False, got 'yes'"),
+    BadInput({"fused": True, "foreach": True}, r"fused must be None or False when foreach=True"),
+    BadInput({"stochastic_rounding": 1.5}, r"stochastic_rounding must be one of True, False"),
     BadInput({"maximize": "yes"}, r"maximize must be one of True, False, got 'yes'"),
     BadInput(
         {"capturable": True, "gamma": Every(0.9)}, r"gamma must be a number when capturable=True"
@@ -108,6 +115,7 @@ BAD_OWN = {
     NSISA: [
         BadInput({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1\.0"),
         BadInput({"ns_steps": 0}, r"ns_steps must be an integer >= 1, got 0"),
+        BadInput({"ns_dtype": torch.int8}, r"ns_dtype must be a real floating dtype.* got torch"),
         BadInput({"perturbation": 1.0}, r"perturbation must be in \[0, 1\), got 1\.0"),
         BadInput({"sisa_sigma": 0.0}, r"sisa_sigma must be a finite number > 0, got 0\.0"),
         BadInput({"sisa_rho": -1.0}, r"sisa_rho must be a finite number >= 0, got -1\.0"),

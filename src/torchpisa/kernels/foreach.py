@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
+from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
+from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
 
 __all__ = ["consensus", "local_step", "residual_norm", "supports"]
@@ -28,7 +30,7 @@ def supports(job: LocalJob) -> bool:
 
 @torch.no_grad()
 def local_step(job: LocalJob) -> None:
-    """See `loop.local_step`."""
+    """See `Kernel`."""
     solve = _SOLVERS[type(job.preconditioner)]
     for members in _alike(job.members, job.slot):
         dtype = _dtype(members, job.slot)
@@ -43,24 +45,25 @@ def local_step(job: LocalJob) -> None:
         if job.move is not None:
             _move(members, contributions, job.move)
         else:
-            _accumulate(members, contributions, job.weight)
+            _accumulate(job, members, contributions)
         if job.dual_decay != 1:
             torch._foreach_mul_(duals, job.dual_decay)
-        _write_back(stored, duals)
+        _write_back(stored, duals, job.stochastic_rounding)
         for member in members:
             member.state["arrived"] |= 1 << job.slot
 
 
 @torch.no_grad()
-def consensus(members: list[Member], move: Move) -> None:
-    """See `loop.consensus`."""
+def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
+    """See `Kernel`; for `keep` None."""
+    assert keep is None
     for alike in _alike(members, 0):
         _move(alike, [real(member.state["pending"]) for member in alike], move)
 
 
 @torch.no_grad()
 def residual_norm(job: LocalJob) -> Tensors:
-    """See `loop.residual_norm`."""
+    """See `Kernel`."""
     norms: Tensors = []
     for members in _alike(job.members, job.slot):
         dtype = _dtype(members, job.slot)
@@ -89,7 +92,7 @@ def _second_moment(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     else:
         torch._foreach_mul_(moments, own.beta)
         torch._foreach_addcmul_(moments, rs, rs, 1 - own.beta)
-    _write_back(stored, moments)
+    _write_back(stored, moments, job.stochastic_rounding)
     roots = list(torch._foreach_sqrt(moments))
     # The bias correction of Scheme III goes into the scalars instead of over the tensors.
     corrections: Any = [1.0] * len(roots)
@@ -111,11 +114,12 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     momenta = _as(stored, duals[0].dtype)
     torch._foreach_mul_(momenta, own.momentum)
     torch._foreach_add_(momenta, grads)
-    _write_back(stored, momenta)
+    _write_back(stored, momenta, job.stochastic_rounding)
     bs = momenta
     if own.nesterov:
         bs = list(torch._foreach_add(grads, momenta, alpha=own.momentum))
-    sums = [own.orthogonalize(b) for b in bs]
+    os = newton_schulz.orthogonalize([b.flatten(1) for b in bs], own.ns_steps, own.dtype)
+    sums = [o.view_as(b).mul_(own.scale(*o.shape)) for o, b in zip(os, bs, strict=True)]
     torch._foreach_add_(sums, duals)
     scales = list(torch._foreach_abs(sums))
     for s, step in zip(sums, _steps(job, members), strict=True):
@@ -174,8 +178,13 @@ def _as(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
 
 
-def _write_back(stored: Tensors, computed: Tensors) -> None:
-    if stored is not computed:
+def _write_back(stored: Tensors, computed: Tensors, stochastic_rounding: bool) -> None:
+    if stored is computed:
+        return
+    if stochastic_rounding:
+        for target, value in zip(stored, computed, strict=True):
+            store(target, value, stochastic_rounding)
+    else:
         torch._foreach_copy_(stored, computed)
 
 
@@ -207,20 +216,20 @@ def _steps(job: LocalJob, members: list[Member]) -> list[Scalar]:
     return [step.item() if step.device.type == "cpu" else step for step in steps]
 
 
-def _accumulate(members: list[Member], contributions: Tensors, weight: float) -> None:
+def _accumulate(job: LocalJob, members: list[Member], contributions: Tensors) -> None:
     """pending = sum of a_i u_i: started by the first batch of a round, added to by the others."""
     for member in members:
         if not member.state["arrived"]:
             member.state["pending"].zero_()
     stored = [real(member.state["pending"]) for member in members]
     totals = _as(stored, contributions[0].dtype)
-    torch._foreach_add_(totals, contributions, alpha=weight)
-    _write_back(stored, totals)
+    torch._foreach_add_(totals, contributions, alpha=job.weight)
+    _write_back(stored, totals, job.stochastic_rounding)
 
 
 def _move(members: list[Member], totals: Tensors, move: Move) -> None:
     params = [real(member.param) for member in members]
-    dtype = torch.promote_types(params[0].dtype, totals[0].dtype)
+    dtype = compute_dtype(params[0], totals[0])
     ws, totals = _as(params, dtype), _as(totals, dtype)
     scale = move.lr / (move.total_sigma + move.lr * move.consensus_decay)
     if move.consensus_decay != 0:
@@ -229,4 +238,4 @@ def _move(members: list[Member], totals: Tensors, move: Move) -> None:
         torch._foreach_add_(ws, torch._foreach_mul(totals, scale.to(ws[0].device)))
     else:
         torch._foreach_add_(ws, totals, alpha=scale)
-    _write_back(params, ws)
+    _write_back(params, ws, move.stochastic_rounding)

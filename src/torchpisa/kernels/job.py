@@ -1,7 +1,7 @@
 """What an optimizer hands to a kernel: tensors, and the numbers of one round."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.preconditioners import Preconditioner
 
-__all__ = ["LocalJob", "Member", "Move", "state_key"]
+__all__ = ["Kernel", "LocalJob", "Member", "Move", "state_key"]
 
 
 def state_key(name: str, slot: int) -> str:
@@ -26,11 +26,12 @@ class Member(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Numbers of a consensus: S, lambda and the relative learning rate."""
+    """Numbers of a consensus: S, lambda and the relative learning rate; and how it rounds."""
 
     total_sigma: Scalar
     consensus_decay: float
     lr: Scalar
+    stochastic_rounding: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class LocalJob:
         keep: a 0-d bool tensor that is False if the batch counts as absent, or None for True. It
             is a tensor where asking for its value would make the host wait for the device.
         move: consensus to take at once (one batch), or None to add to `pending` (several).
+        stochastic_rounding: round what is stored in bfloat16 at random instead of to nearest.
+        search: leave out entries of gradients that are not finite, and note whose they are; for
+            kernels that search while they work.
     """
 
     members: list[Member]
@@ -67,6 +71,21 @@ class LocalJob:
     clip_scale: Tensor | None
     keep: Tensor | None
     move: Move | None
+    stochastic_rounding: bool = False
+    search: bool = False
+
+
+class Kernel(Protocol):
+    """A way to compute: `loop`, `foreach` or a fused plan."""
+
+    def local_step(self, job: LocalJob) -> None:
+        """Equations (2.10) to (2.14) for one batch; with `job.move` also the consensus (2.9)."""
+
+    def residual_norm(self, job: LocalJob) -> list[Tensor]:
+        """Norms of r_i, as 0-d tensors, over some of the members each."""
+
+    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+        """Equation (2.9) from the sum in `pending`; nothing moves if `keep` is False."""
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -74,6 +93,6 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def compute_dtype(param: Tensor, dual: Tensor) -> torch.dtype:
+def compute_dtype(param: Tensor, state: Tensor) -> torch.dtype:
     """At least float32, so that half-precision state is rounded once per step."""
-    return torch.promote_types(torch.promote_types(param.dtype, dual.dtype), torch.float32)
+    return torch.promote_types(torch.promote_types(param.dtype, state.dtype), torch.float32)

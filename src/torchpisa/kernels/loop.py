@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchpisa.algorithms import pisa
 from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
+from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import LocalProblem, Preconditioner
 from torchpisa.preconditioners.base import State
 
@@ -16,7 +17,7 @@ __all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
 
 @torch.no_grad()
 def local_step(job: LocalJob) -> None:
-    """Equations (2.10) to (2.14) for one batch; with `job.move` also the consensus (2.9)."""
+    """See `Kernel`."""
     chunks = [job.members] if job.preconditioner.joint else [[member] for member in job.members]
     for chunk in chunks:
         if not chunk:
@@ -36,22 +37,24 @@ def local_step(job: LocalJob) -> None:
 
 
 @torch.no_grad()
-def add_dual(members: list[Member], slot: int, weight: float) -> None:
+def add_dual(members: list[Member], slot: int, weight: float, stochastic_rounding: bool) -> None:
     """Let an absent batch contribute its dual, u_i = pi_i."""
-    for _, _, state in members:
-        state["pending"].add_(state[state_key("dual", slot)], alpha=weight)
+    for param, _, state in members:
+        pending, dual = real(state["pending"]), real(state[state_key("dual", slot)])
+        dtype = compute_dtype(real(param), dual)
+        store(pending, pending.to(dtype) + weight * dual.to(dtype), stochastic_rounding)
 
 
 @torch.no_grad()
 def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
-    """Equation (2.9) from the sum in `pending`; nothing moves if `keep` is False."""
+    """See `Kernel`."""
     for member in members:
         _move(member, real(member.state["pending"]), move, keep)
 
 
 @torch.no_grad()
 def residual_norm(job: LocalJob) -> list[Tensor]:
-    """Norm of r_i, a 0-d tensor per member with elements."""
+    """See `Kernel`."""
     problems = (_problem(job, member) for member in job.members)
     return [torch.linalg.vector_norm(problem.residual) for problem in problems]
 
@@ -130,16 +133,19 @@ def _store(
     chosen = _chooser(keep)
     own = member.state
     contribution = chosen(local.contribution, problem.dual)
-    real(own[state_key("dual", job.slot)]).copy_(chosen(local.dual, problem.dual))
+    dual = chosen(local.dual, problem.dual)
+    store(real(own[state_key("dual", job.slot)]), dual, job.stochastic_rounding)
     for name, value in new_state.items():
-        real(own[state_key(name, job.slot)]).copy_(chosen(value, state[name]))
+        target = real(own[state_key(name, job.slot)])
+        store(target, chosen(value, state[name]), job.stochastic_rounding)
     _count(own, state_key("step", job.slot), keep)
     if job.move is not None:
         _move(member, contribution, job.move, keep)
-    elif own["arrived"]:
-        real(own["pending"]).add_(contribution, alpha=job.weight)
     else:
-        real(own["pending"]).copy_(job.weight * contribution)
+        total = job.weight * contribution
+        if own["arrived"]:
+            total = total + real(own["pending"]).to(total.dtype)
+        store(real(own["pending"]), total, job.stochastic_rounding)
     own["arrived"] |= 1 << job.slot
 
 
@@ -158,8 +164,10 @@ def _chooser(keep: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _move(member: Member, total: Tensor, move: Move, keep: Tensor | None) -> None:
     w = real(member.param)
-    dtype = torch.promote_types(w.dtype, total.dtype)
+    dtype = compute_dtype(w, total)
     moved = pisa.consensus(
         w.to(dtype), total.to(dtype), move.total_sigma, move.consensus_decay, move.lr
     )
-    w.copy_(moved if keep is None else torch.where(keep.to(w.device), moved, w.to(dtype)))
+    if keep is not None:
+        moved = torch.where(keep.to(w.device), moved, w.to(dtype))
+    store(w, moved, move.stochastic_rounding)

@@ -82,9 +82,12 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_range("weight_decay", group["weight_decay"], 0, high_open=True)
     check_range("consensus_decay", group["consensus_decay"], 0, high_open=True)
     check_range("dual_decay", group["dual_decay"], 0, 1)
-    for flag in ("initial_consensus", "maximize", "capturable"):
+    for flag in ("initial_consensus", "maximize", "capturable", "stochastic_rounding"):
         check_choice(flag, group[flag], (True, False))
-    check_choice("foreach", group["foreach"], (None, True, False))
+    for flag in ("foreach", "fused"):
+        check_choice(flag, group[flag], (None, True, False))
+    if group["foreach"] and group["fused"]:
+        raise ValueError("fused must be None or False when foreach=True, got True")
     dtype = group["state_dtype"]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"state_dtype must be None or a real floating dtype, got {dtype!r}")

@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms import pisa
 from torchpisa.checks import check_choice, check_count, check_range
-from torchpisa.kernels.job import Member, real, state_key
-from torchpisa.optim import arguments, checkpoint, report, rounds
+from torchpisa.kernels.fused import Plans
+from torchpisa.kernels.job import Member, state_key
+from torchpisa.optim import arguments, checkpoint, nonfinite, report, rounds, traced
 from torchpisa.optim.common import DEFAULTS, SHARED, Common
 from torchpisa.optim.rounds import Group
 from torchpisa.preconditioners import Preconditioner
@@ -51,6 +52,7 @@ class ConsensusOptimizer(Optimizer):
             check_range("clip", defaults["clip"], 0, low_open=True)
         defaults["weights"] = arguments.shares(defaults["weights"], defaults["batches"])
         self._check_group(defaults)
+        self._forget()
         super().__init__(params, defaults)
 
     @abstractmethod
@@ -60,6 +62,17 @@ class ConsensusOptimizer(Optimizer):
     def _check_own(self, group: Group) -> None:
         """Check the subclass's own settings: by default, that they make a preconditioner."""
         self.preconditioner(group)
+
+    def _forget(self) -> None:
+        """Start afresh with what belongs to this object and these tensors, and is never saved."""
+        self._plans: Plans = {}
+        self._watch = nonfinite.Watch()
+        self._number = traced.register(self)
+        self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
 
     # Where it stands
 
@@ -102,9 +115,6 @@ class ConsensusOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float], *, batch: int | None = None) -> float: ...
 
-    # Bookkeeping of rounds is Python; traced, it would only break the graph again and again.
-    @_disable_dynamo
-    @torch.no_grad()
     def step(
         self, closure: Callable[[], float] | None = None, *, batch: int | None = None
     ) -> float | None:
@@ -117,8 +127,18 @@ class ConsensusOptimizer(Optimizer):
 
         Raises:
             ValueError: the slot does not exist or was used in this round, or a gradient is sparse.
-            FloatingPointError: a gradient is not finite and `nonfinite="raise"`.
+            FloatingPointError: a gradient is not finite and `nonfinite="raise"`; on a GPU, that of
+                an earlier step.
         """
+        if closure is None and torch.compiler.is_compiling():
+            traced.step(self._params, self._number, batch)
+            return None
+        return self._step(closure, batch)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
+        self._report_nonfinite()
         slot = self._claim(batch)
         loss = None
         if closure is not None:
@@ -131,7 +151,15 @@ class ConsensusOptimizer(Optimizer):
         for preconditioner, of_group in zip(preconditioners, reached, strict=True):
             if of_group:
                 preconditioner.check([member.param for member in of_group])
-        present, keep = self._verdict([m for of_group in reached for m in of_group], slot)
+        kernels = [
+            rounds.choose(group, number, own, preconditioner, slot, self._plans)
+            for number, (group, own, preconditioner) in enumerate(
+                zip(groups, reached, preconditioners, strict=True)
+            )
+        ]
+        where = f"batch {slot} of iteration {self.iteration}"
+        found_inf = getattr(self, "found_inf", None)
+        present, keep, search = nonfinite.verdict(groups, reached, kernels, found_inf, where)
         sigmas = [rounds.next_sigmas(group) if self.synced else None for group in groups]
 
         # Wrong input has raised by now; from here on state changes.
@@ -143,7 +171,9 @@ class ConsensusOptimizer(Optimizer):
                 group["sigma"] = new
         if present:
             scale = getattr(self, "grad_scale", None)
-            rounds.local_step(groups, reached, preconditioners, slot, keep, scale)
+            rounds.local_step(groups, reached, preconditioners, kernels, slot, keep, scale, search)
+        if search:
+            self._watch.note(kernels, reached, where)
         for group in groups:
             group["visited"] |= 1 << slot
             group["present"] |= present << slot
@@ -157,12 +187,14 @@ class ConsensusOptimizer(Optimizer):
 
         Does nothing between rounds.
         """
+        self._report_nonfinite(wait=True)
         if not self.synced:
             self._close([self._members(group) for group in self.param_groups])
 
     def _close(self, members: list[list[Member]]) -> None:
-        for group, of_group in zip(self.param_groups, members, strict=True):
-            rounds.close(group, of_group, self.preconditioner(group))
+        for number, group in enumerate(self.param_groups):
+            preconditioner = self.preconditioner(group)
+            rounds.close(group, number, members[number], preconditioner, self._plans)
 
     def _free_slots(self) -> list[int]:
         return rounds.slots(~self.param_groups[0]["visited"], self.batches)
@@ -188,42 +220,18 @@ class ConsensusOptimizer(Optimizer):
                     f"gradients must be dense, got {grad.layout} for a parameter of shape "
                     f"{tuple(param.shape)}; give nn.Embedding sparse=False"
                 )
-            if grad is not None and param not in self.state:
-                self._init_state(param, group)
-            if param in self.state:
-                _follow_device(self.state[param], param)
-                members.append(Member(param, grad, self.state[param]))
+            state = self.state.get(param)
+            if state is None:
+                if grad is None:
+                    continue
+                state = self._init_state(param, group)
+            if state["dual.0"].device != param.device:
+                _move_state(state, param.device)
+            members.append(Member(param, grad, state))
         return members
 
-    def _verdict(self, members: list[Member], slot: int) -> tuple[bool, Tensor | None]:
-        """Whether the batch takes part and, where only the device knows, a tensor that says so."""
-        found: Tensor | None = getattr(self, "found_inf", None)
-        mode = self.param_groups[0]["nonfinite"]
-        grads = [real(m.grad) for m in members if m.grad is not None and m.grad.numel()]
-        if not grads or (found is None and mode == "ignore"):
-            return True, None
-        bad = rounds.any_nonfinite(grads) if found is None else found.reshape(()) > 0
-        if found is None and mode == "raise":
-            names = self._nonfinite_names() if bad else []
-            if names:
-                raise FloatingPointError(
-                    f"non-finite gradient in batch {slot} of iteration {self.iteration}: "
-                    f"{', '.join(names)}. Nothing was changed; nonfinite='skip' leaves such "
-                    "batches out"
-                )
-            return True, None
-        if bad.device.type != "cpu" or self.param_groups[0]["capturable"]:
-            return True, bad.logical_not()
-        return not bad, None
-
-    def _nonfinite_names(self) -> list[str]:
-        names = []
-        for number, group in enumerate(self.param_groups):
-            for i, param in enumerate(group["params"]):
-                if param.grad is not None and not param.grad.isfinite().all():
-                    given = group.get("param_names")
-                    names.append(given[i] if given else f"parameter {i} of group {number}")
-        return names
+    def _report_nonfinite(self, wait: bool = False) -> None:
+        self._watch.report(lambda params: nonfinite.named(params, self.param_groups), wait)
 
     # Groups, state, checkpoints
 
@@ -247,6 +255,7 @@ class ConsensusOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        self._params += self.param_groups[-1]["params"]
 
     def _check_group(self, group: Group) -> None:
         arguments.check_group(group)
@@ -268,6 +277,7 @@ class ConsensusOptimizer(Optimizer):
         for param in params:
             if not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"params must be floating point or complex, got {param.dtype}")
+        rounds.check_fused(group, self.preconditioner(group))
         device = params[0].device if params else torch.device("cpu")
         if group["capturable"] and isinstance(group["lr"], Tensor) and group["lr"].device != device:
             raise ValueError(
@@ -289,13 +299,13 @@ class ConsensusOptimizer(Optimizer):
                 for param in params:
                     param.copy_(pisa.initial_consensus(param, *settings))
 
-    def _init_state(self, param: Tensor, group: Group) -> None:
+    def _init_state(self, param: Tensor, group: Group) -> dict[str, Any]:
         dtype = param.dtype
         if not dtype.is_complex:
             dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
         dual = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         preconditioner = self.preconditioner(group)
-        state = self.state[param]
+        state: dict[str, Any] = self.state[param]
         for slot in range(self.batches):
             state[state_key("dual", slot)] = dual.clone()
             for name, value in preconditioner.init(dual).items():
@@ -305,6 +315,7 @@ class ConsensusOptimizer(Optimizer):
         if self.batches > 1:
             state["pending"] = dual
         state["arrived"] = 0
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict; functions and preconditioners stay out of it, so it loads anywhere.
@@ -329,10 +340,8 @@ class ConsensusOptimizer(Optimizer):
                     self._init_state(param, group)
 
 
-def _follow_device(state: dict[str, Any], param: Tensor) -> None:
+def _move_state(state: dict[str, Any], device: torch.device) -> None:
     """Move the state of a parameter that was moved, as by `model.cuda()` after construction."""
-    if state[state_key("dual", 0)].device == param.device:
-        return
     for key, value in state.items():
         if isinstance(value, Tensor) and not key.startswith("step."):
-            state[key] = value.to(param.device)
+            state[key] = value.to(device)

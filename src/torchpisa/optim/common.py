@@ -38,6 +38,13 @@ class Common(TypedDict, total=False):
         maximize: maximise instead of minimise. Default False.
         foreach: one call per operation for all parameters instead of a loop over them; None
             decides. Default None.
+        fused: one pass over memory: on a GPU one launch of a Triton kernel for all parameters of a
+            group, on a CPU torch's Adam kernel, for SISA's rule. True raises ValueError, with the
+            reason, where that cannot be done. None uses it where it can, unless `foreach` is given.
+            Default None.
+        stochastic_rounding: round what is stored in bfloat16, parameters and state, up or down at
+            random so that the error is zero on average: for training in bfloat16 without a
+            float32 copy of the weights. Default False.
         capturable: keep everything that changes in tensors on the parameters' device, so that
             whole rounds can be captured in a CUDA graph. Default False.
         state_dtype: dtype of duals and other state; None is the parameter's own, but float32 for
@@ -56,6 +63,8 @@ class Common(TypedDict, total=False):
     nonfinite: Literal["raise", "skip", "ignore"]
     maximize: bool
     foreach: bool | None
+    fused: bool | None
+    stochastic_rounding: bool
     capturable: bool
     state_dtype: torch.dtype | None
 
@@ -73,6 +82,8 @@ DEFAULTS: Common = {
     "nonfinite": "raise",
     "maximize": False,
     "foreach": None,
+    "fused": None,
+    "stochastic_rounding": False,
     "capturable": False,
     "state_dtype": None,
 }

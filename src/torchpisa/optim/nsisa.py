@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
 from torchpisa.checks import check_choice
+from torchpisa.kernels import newton_schulz
 from torchpisa.optim import arguments
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.common import Common
@@ -54,6 +55,9 @@ class NSISA(ConsensusOptimizer):
         momentum: \(\mu_i\) in [0, 1).
         nesterov: orthogonalise \(g_i + \mu_i b_i\), as the published GPT-2 script does.
         ns_steps: Newton-Schulz iterations.
+        ns_dtype: what their products are computed in: a dtype, None for that of the state, or
+            `"auto"`: bfloat16 where the hardware multiplies it, as on GPUs, except for float64
+            parameters. \(o_i\) is then right to about 1 %, which the iteration leaves anyway.
         perturbation: \(\epsilon_i\) in [0, 1); it stands in where \(\pi_i + o_i\) is exactly zero.
         aspect_scaling: multiply \(o_i\) by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), as the
             published GPT-2 script does.
@@ -75,6 +79,7 @@ class NSISA(ConsensusOptimizer):
         momentum: float = 0.95,
         nesterov: bool = False,
         ns_steps: int = 5,
+        ns_dtype: torch.dtype | Literal["auto"] | None = "auto",
         perturbation: float = 1e-8,
         aspect_scaling: bool = False,
         sisa_sigma: float | Sequence[float] | None = None,
@@ -91,6 +96,7 @@ class NSISA(ConsensusOptimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
             "perturbation": perturbation,
             "aspect_scaling": aspect_scaling,
             "sisa_sigma": sisa_sigma,
@@ -105,15 +111,14 @@ class NSISA(ConsensusOptimizer):
     def preconditioner(self, group: Group) -> Preconditioner:
         if not group["orthogonalize"]:
             return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
-        on_gpu = any(param.is_cuda for param in group["params"])
+        dtype = group["ns_dtype"]
         return NewtonSchulz(
             group["momentum"],
             group["nesterov"],
             group["ns_steps"],
             group["perturbation"],
             group["aspect_scaling"],
-            # Tensor cores; o is a direction of unit scale, and the iteration corrects itself.
-            torch.bfloat16 if on_gpu else None,
+            newton_schulz.fast_dtype(group["params"]) if dtype == "auto" else dtype,
         )
 
     def add_param_group(self, param_group: Group) -> None:
@@ -144,6 +149,12 @@ class NSISA(ConsensusOptimizer):
 
     def _check_own(self, group: Group) -> None:
         check_choice("orthogonalize", group["orthogonalize"], (True, False))
+        dtype = group["ns_dtype"]
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if not (floating or dtype is None or dtype == "auto"):
+            raise ValueError(
+                f"ns_dtype must be a real floating dtype, None or 'auto', got {dtype!r}"
+            )
         for orthogonalize in (True, False):  # a group may be split, so both rules must hold
             self.preconditioner({**group, "params": [], "orthogonalize": orthogonalize})
         for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):

@@ -6,7 +6,7 @@ them that were not skipped) and `kept` (the same, as far as only the device know
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.kernels import foreach, loop
-from torchpisa.kernels.job import LocalJob, Member, Move, real
+from torchpisa.kernels import blocked, foreach, fused, loop
+from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, real
 from torchpisa.optim import arguments
 from torchpisa.preconditioners import Preconditioner
 
-__all__ = ["PROGRESS", "Group", "any_nonfinite", "close", "local_step", "next_sigmas", "slots"]
+__all__ = ["PROGRESS", "Group", "choose", "close", "local_step", "next_sigmas", "slots"]
 
 Group = dict[str, Any]
 
@@ -42,30 +42,74 @@ def next_sigmas(group: Group) -> list[Scalar]:
     return [sigma / gamma for sigma, gamma in zip(sigmas, gammas, strict=True)]
 
 
+def check_fused(group: Group, preconditioner: Preconditioner) -> None:
+    """Raise ValueError if a group asks for fused kernels that cannot step its parameters."""
+    if not group["fused"]:
+        return
+    params = group["params"]
+    kernels = blocked if _on_cpu(params) else fused
+    reason = kernels.obstacle(params, preconditioner)
+    if reason is not None:
+        raise ValueError(f"fused=True is not possible: {reason}")
+
+
+def choose(
+    group: Group,
+    number: int,
+    members: list[Member],
+    preconditioner: Preconditioner,
+    slot: int,
+    plans: fused.Plans,
+) -> Kernel:
+    """What computes the local step of a batch over `members` of parameter group `number`."""
+    if _wants_fused(group):
+        params = [member.param for member in members]
+        if _on_cpu(params):
+            reason = blocked.obstacle(params, preconditioner)
+            if reason is None:
+                return blocked
+        else:
+            plan = fused.find(plans, (number, slot), members, preconditioner, slot)
+            if not isinstance(plan, str):
+                return plan
+            reason = plan
+        if group["fused"]:
+            raise ValueError(f"fused=True is not possible: {reason}")
+    return foreach if _use_foreach(group, members) else loop
+
+
 def local_step(
     groups: Sequence[Group],
     members: Sequence[list[Member]],
     preconditioners: Sequence[Preconditioner],
+    kernels: Sequence[Kernel],
     slot: int,
     keep: Tensor | None,
     grad_scale: Tensor | None,
+    search: bool,
 ) -> None:
     """The local step of one batch over all groups; with a single batch the consensus too."""
-    jobs = [
-        _job(group, of_group, preconditioner, slot, keep, grad_scale)
-        for group, of_group, preconditioner in zip(groups, members, preconditioners, strict=True)
-    ]
+    jobs = []
+    for group, own, preconditioner in zip(groups, members, preconditioners, strict=True):
+        job = _job(group, own, preconditioner, slot, keep)
+        jobs.append(replace(job, grad_scale=grad_scale, search=search))
     clip = groups[0]["clip"]
     if clip is not None:
-        scale = _clip_scale(jobs, groups, clip)
+        scale = _clip_scale(jobs, kernels, clip)
         jobs = [replace(job, clip_scale=scale) for job in jobs]
-    for job, group in zip(jobs, groups, strict=True):
-        _run(job, group)
+    for job, kernel in zip(jobs, kernels, strict=True):
+        _able(kernel, job).local_step(job)
     for group in groups:
         _remember(group, slot, keep)
 
 
-def close(group: Group, members: list[Member], preconditioner: Preconditioner) -> None:
+def close(
+    group: Group,
+    number: int,
+    members: list[Member],
+    preconditioner: Preconditioner,
+    plans: fused.Plans,
+) -> None:
     """Settle who was missing, take the consensus, and make the group ready for the next round.
 
     A parameter that no batch reached is left alone. Otherwise a batch that did not reach it had
@@ -82,15 +126,13 @@ def close(group: Group, members: list[Member], preconditioner: Preconditioner) -
                     if not member.state["arrived"] >> slot & 1
                 ]
                 keep = None if kept is None else kept[slot]
-                _run(_job(group, missed, preconditioner, slot, keep, None), group)
+                job = _job(group, missed, preconditioner, slot, keep)
+                _able(foreach if _use_foreach(group, missed) else loop, job).local_step(job)
             else:
-                loop.add_dual(reached, slot, group["weights"][slot])
-        if kept is not None:
-            loop.consensus(reached, _move(group), kept.any())
-        elif _use_foreach(group, reached):
-            foreach.consensus(reached, _move(group))
-        else:
-            loop.consensus(reached, _move(group), None)
+                weight, rounding = group["weights"][slot], group["stochastic_rounding"]
+                loop.add_dual(reached, slot, weight, rounding)
+        kernel = _consensus_kernel(group, number, reached, plans)
+        kernel.consensus(reached, _move(group), None if kept is None else kept.any())
     for member in reached:
         member.state["arrived"] = 0
     group.update({**PROGRESS, "iteration": group["iteration"] + 1})
@@ -110,24 +152,6 @@ def _remember(group: Group, slot: int, keep: Tensor | None) -> None:
     kept[slot].copy_(torch.ones_like(kept[slot]) if keep is None else keep)
 
 
-def any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
-    """A 0-d bool tensor on the device of the first gradient.
-
-    Looks at Euclidean norms, by far the fastest reduction there is: a gradient so large that its
-    square overflows counts as infinite.
-    """
-    home = grads[0].device
-    found = torch.zeros((), dtype=torch.bool, device=home)
-    by_kind: dict[object, list[Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    for alike in by_kind.values():
-        dtype = torch.promote_types(alike[0].dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(alike, 2, dtype))
-        found = found | norms.isfinite().all().logical_not().to(home)
-    return found
-
-
 def total_sigma(group: Group) -> Scalar:
     """S, the weighted sum of all sigmas of the round."""
     pairs = zip(group["weights"], per_batch(group, "sigma"), strict=True)
@@ -142,7 +166,9 @@ def lr(group: Group) -> Scalar:
 
 
 def _move(group: Group) -> Move:
-    return Move(total_sigma(group), group["consensus_decay"], lr(group))
+    return Move(
+        total_sigma(group), group["consensus_decay"], lr(group), group["stochastic_rounding"]
+    )
 
 
 def _job(
@@ -151,7 +177,6 @@ def _job(
     preconditioner: Preconditioner,
     slot: int,
     keep: Tensor | None,
-    grad_scale: Tensor | None,
 ) -> LocalJob:
     return LocalJob(
         members=members,
@@ -163,10 +188,11 @@ def _job(
         weight_decay=group["weight_decay"],
         dual_decay=group["dual_decay"],
         maximize=group["maximize"],
-        grad_scale=grad_scale,
+        grad_scale=None,
         clip_scale=None,
         keep=keep,
         move=_move(group) if group["batches"] == 1 else None,
+        stochastic_rounding=group["stochastic_rounding"],
     )
 
 
@@ -176,16 +202,12 @@ def per_batch(group: Group, name: str) -> list[Any]:
     return value if isinstance(value, list) else [value] * group["batches"]
 
 
-def _run(job: LocalJob, group: Group) -> None:
-    _kernel(job, group, foreach.local_step, loop.local_step)(job)
-
-
-def _clip_scale(jobs: Sequence[LocalJob], groups: Sequence[Group], clip: float) -> Tensor | None:
+def _clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float) -> Tensor | None:
     norms = [
         norm
-        for job, group in zip(jobs, groups, strict=True)
+        for job, kernel in zip(jobs, kernels, strict=True)
         if job.preconditioner.clips
-        for norm in _kernel(job, group, foreach.residual_norm, loop.residual_norm)(job)
+        for norm in _able(kernel, job).residual_norm(job)
     ]
     if not norms:
         return None
@@ -197,11 +219,32 @@ def _clip_scale(jobs: Sequence[LocalJob], groups: Sequence[Group], clip: float) 
     return scale.clamp(max=1)
 
 
-def _kernel(job: LocalJob, group: Group, fast: Any, plain: Any) -> Callable[[LocalJob], Any]:
-    choice: Callable[[LocalJob], Any] = (
-        fast if foreach.supports(job) and _use_foreach(group, job.members) else plain
-    )
-    return choice
+def _able(kernel: Kernel, job: LocalJob) -> Kernel:
+    """`kernel`, or the next slower one for what it does not know."""
+    if kernel is blocked and not blocked.supports(job):
+        kernel = foreach
+    return loop if kernel is foreach and not foreach.supports(job) else kernel
+
+
+def _consensus_kernel(
+    group: Group, number: int, members: list[Member], plans: fused.Plans
+) -> Kernel:
+    if _wants_fused(group) and not _on_cpu([member.param for member in members]):
+        plan = fused.find_consensus(plans, (number, "consensus"), members)
+        if not isinstance(plan, str):
+            return plan
+    if group["kept"] is None and _use_foreach(group, members):
+        return foreach
+    return loop
+
+
+def _wants_fused(group: Group) -> bool:
+    return bool(group["fused"] or (group["fused"] is None and group["foreach"] is None))
+
+
+def _on_cpu(params: Sequence[Tensor]) -> bool:
+    """Whether torch's own kernels have to do; Triton's interpreter, in tests, takes CPUs too."""
+    return "cpu" not in fused.DEVICES and all(param.is_cpu for param in params)
 
 
 def _use_foreach(group: Group, members: Sequence[Member]) -> bool:

@@ -1,0 +1,280 @@
+"""The local step in one launch per parameter group, by Triton kernels over a table of addresses.
+
+`find` gives the plan for a job, or says why there is none. A plan is built once and compared in
+every step; when nothing but addresses has changed, as those of gradients do, only the table is
+sent anew.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from torchpisa.kernels import table
+from torchpisa.kernels.job import LocalJob, Member, Move, state_key
+from torchpisa.kernels.table import Launch, Matrices, Row
+from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
+
+__all__ = ["Plan", "Plans", "find", "find_consensus", "obstacle"]
+
+# Where the kernels run; tests add the CPU, for Triton's interpreter.
+DEVICES = ["cuda"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What the preconditioner remembers. Identity has nothing; its kernel does not look.
+_MEMORY: dict[type[Preconditioner], str] = {
+    SecondMoment: "moment",
+    NewtonSchulz: "momentum",
+    Identity: "dual",
+}
+
+
+@dataclass
+class Plan:
+    """The launches of a job that is taken again and again, or of a consensus.
+
+    Attributes:
+        rows: the parameters, as they were when the table was last sent.
+        glance: what is compared of them in every step.
+        launches: one per combination of devices and dtypes.
+        captured: host memory that CUDA graphs copy from.
+        copies: gradients that had to be laid out like their parameters.
+    """
+
+    rows: list[Row]
+    glance: list[Row]
+    launches: list[Launch]
+    captured: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+
+    def local_step(self, job: LocalJob) -> None:
+        """See `Kernel`."""
+        from torchpisa.kernels.triton import launch
+
+        for own in self.launches:
+            with _on(own.kind.device):
+                launch.local_step(job, own)
+        for member in job.members:
+            member.state["arrived"] |= 1 << job.slot
+        self.copies.clear()
+
+    def residual_norm(self, job: LocalJob) -> list[Tensor]:
+        """See `Kernel`."""
+        from torchpisa.kernels.triton import launch
+
+        norms = []
+        for own in self.launches:
+            with _on(own.kind.device):
+                norms.append(launch.residual_norm(job, own))
+        return norms
+
+    def any_nonfinite(self) -> list[Tensor]:
+        """0-d bool tensors: whether a gradient is not finite, by launch."""
+        from torchpisa.kernels.triton import launch
+
+        found = []
+        for own in self.launches:
+            with _on(own.kind.device):
+                found.append(launch.any_nonfinite(own))
+        return found
+
+    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+        """See `Kernel`."""
+        from torchpisa.kernels.triton import launch
+
+        for own in self.launches:
+            with _on(own.kind.device):
+                launch.consensus(move, keep, own)
+
+
+Plans = dict[Hashable, Plan]
+
+
+def find(
+    plans: Plans,
+    key: Hashable,
+    members: Sequence[Member],
+    preconditioner: Preconditioner,
+    slot: int,
+) -> Plan | str:
+    """The plan for the local step of a batch over `members`, or the reason why there is none.
+
+    Args:
+        plans: what earlier calls have built.
+        key: names the group and the batch.
+        members: parameters, all with gradients.
+        preconditioner: solves for d.
+        slot: the batch.
+    """
+    memory = _MEMORY.get(type(preconditioner))
+    if memory is None:
+        return f"there is no kernel for {type(preconditioner).__name__}"
+    keys = state_key("dual", slot), state_key(memory, slot), state_key("step", slot)
+    plan = plans.get(key)
+    glance = _glance(members, *keys)
+    if plan is not None and glance == plan.glance and not _capturing(plan.launches):
+        return plan
+    reason = obstacle([member.param for member in members], preconditioner)
+    if reason is not None:
+        return reason
+    for param, grad, state in members:
+        assert grad is not None
+        own = {name: state[name] for name in (*keys[:2], "pending") if name in state}
+        if grad.dtype not in _DTYPES or any(value.dtype not in _DTYPES for value in own.values()):
+            return f"dtypes must be among {_DTYPES}, got a gradient of {grad.dtype}"
+        if any(value.stride() != param.stride() for value in own.values()):
+            return "state is laid out in another way than its parameter"
+        # Where the kernels can count, for good; elsewhere it would have to be sent every time.
+        state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
+    rows, copies = _local_rows(members, *keys)
+    # Addresses of copies change from step to step, so those of gradients must be asked for anew.
+    glance = [] if copies else _glance(members, *keys)
+    matrices = None
+    if isinstance(preconditioner, NewtonSchulz):
+        params = [member.param for member in members]
+        shapes = [(param.size(0), param.numel() // param.size(0)) for param in params]
+        matrices = Matrices(shapes, (preconditioner.dtype or torch.float32).itemsize)
+    plan = plans[key] = _settled(plan, rows, glance, matrices)
+    plan.copies = copies
+    return plan
+
+
+def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Plan | str:
+    """The plan for a consensus over `members`, or the reason why there is none."""
+    plan = plans.get(key)
+    glance = [
+        (param.data_ptr(), state["pending"].data_ptr(), param.numel())
+        for param, _, state in members
+    ]
+    if plan is not None and glance == plan.glance and not _capturing(plan.launches):
+        return plan
+    reason = obstacle([member.param for member in members], None)
+    if reason is not None:
+        return reason
+    rows: list[Row] = []
+    for param, _, state in members:
+        pending = state["pending"]
+        if pending.dtype not in _DTYPES or pending.stride() != param.stride():
+            return "a pending sum is of another dtype or layout than its parameter"
+        addresses = (param.data_ptr(), 0, 0, 0, pending.data_ptr(), 0)
+        kind = param.device, param.dtype, param.dtype, pending.dtype, False
+        rows.append((*addresses, param.numel(), *kind))
+    plan = plans[key] = _settled(plan, rows, glance, None)
+    return plan
+
+
+def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) -> str | None:
+    """Why parameters cannot be stepped by these kernels; None if they can."""
+    if preconditioner is not None and type(preconditioner) not in _MEMORY:
+        return f"there is no kernel for {type(preconditioner).__name__}"
+    for param in params:
+        kind = f"a parameter of shape {tuple(param.shape)}"
+        if type(param) not in (Tensor, torch.nn.Parameter):
+            return f"{kind} is a {type(param).__name__}, not a plain tensor"
+        if param.device.type not in DEVICES:
+            return f"{kind} is on {param.device}, not on a CUDA device"
+        if param.dtype not in _DTYPES:
+            return f"{kind} is of {param.dtype}, not float32, bfloat16 or float16"
+        # What torch allocates for dense tensors has their strides.
+        if torch.empty_like(param, device="meta").stride() != param.stride():
+            return f"{kind} has gaps or overlaps in memory"
+        if isinstance(preconditioner, NewtonSchulz):
+            if param.dim() < 2 or param.stride(0) != max(param.stride()):
+                return f"{kind} is not stored row by row"
+            if param.numel() >= 2**31:
+                return f"{kind} has more than 2^31 elements"
+    if params and not _triton():
+        return "Triton is not installed"
+    return None
+
+
+def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> list[Row]:
+    """As little as tells that the table still holds: this runs for every parameter in every step.
+
+    An address that is used again may be of a gradient of another dtype or layout; parameters and
+    state do not change theirs without moving.
+    """
+    return [
+        (
+            param.data_ptr(),
+            grad.data_ptr(),  # type: ignore[union-attr]
+            state[dual].data_ptr(),
+            state[memory].data_ptr(),
+            state[step].data_ptr(),
+            param.numel(),
+            grad.dtype,  # type: ignore[union-attr]
+            grad.is_contiguous() or grad.stride(),  # type: ignore[union-attr]
+            not state["arrived"],
+        )
+        for param, grad, state in members
+    ]
+
+
+def _local_rows(
+    members: Sequence[Member], dual: str, memory: str, step: str
+) -> tuple[list[Row], list[Tensor]]:
+    rows: list[Row] = []
+    copies = []
+    for param, grad, state in members:
+        assert grad is not None
+        if not (grad.is_contiguous() and param.is_contiguous()) and (
+            grad.stride() != param.stride()
+        ):
+            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+            copies.append(grad)
+        own = state[dual]
+        rows.append(
+            (
+                param.data_ptr(),
+                grad.data_ptr(),
+                own.data_ptr(),
+                state[memory].data_ptr(),
+                state.get("pending", own).data_ptr(),
+                state[step].data_ptr(),
+                param.numel(),
+                param.device,
+                param.dtype,
+                grad.dtype,
+                own.dtype,
+                not state["arrived"],
+            )
+        )
+    return rows, copies
+
+
+def _settled(
+    plan: Plan | None,
+    rows: list[Row],
+    glance: list[Row],
+    matrices: Matrices | None,
+) -> Plan:
+    """`plan` with new addresses if it has the same tensors otherwise, else a new one."""
+    if plan is not None and not _capturing(plan.launches):
+        same = [row[table.SIZE :] for row in rows] == [row[table.SIZE :] for row in plan.rows]
+        if same:
+            for launch in plan.launches:
+                table.refresh(launch, rows)
+            plan.rows, plan.glance = rows, glance
+            return plan
+    # A graph must find its own table at every replay, whatever steps are taken beside it.
+    captured = [] if plan is None else plan.captured
+    return Plan(rows, glance, table.build(rows, matrices, captured), captured)
+
+
+def _capturing(launches: Sequence[Launch]) -> bool:
+    return any(own.kind.device.type == "cuda" for own in launches) and (
+        torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@cache
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,222 @@
+"""Newton-Schulz for many matrices at once: `algorithms.nsisa.newton_schulz`, batched by shape.
+
+An iteration is X <- (a I + b A + c A A) X with A = X X^T. A and its polynomial are symmetric, so
+half of each suffices: for large matrices a GPU computes it by `kernels/triton/symmetric.py`, a CPU
+strip by strip.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms.nsisa import COEFFICIENTS
+
+__all__ = ["CHUNK_BYTES", "Chunk", "chunks", "fast_dtype", "iterate", "orthogonalize"]
+
+# Bound on the temporaries of the orthogonalisation; a single matrix that needs more goes alone.
+CHUNK_BYTES = 256 * 2**20
+# On a CPU batches spare small matrices the overhead of calls, as long as they stay in the cache.
+_CPU_CHUNK_BYTES = 4 * 2**20
+
+# On a GPU from so many rows on, skipping the tiles above the diagonal saves more than Triton loses
+# to cuBLAS.
+_HALVED_ROWS = 256
+# On a CPU, rows of a strip for each thread; fewer would leave threads without work.
+_STRIP_ROWS = 128
+
+# One iteration: reads x, writes the next x, the Gram matrix and its polynomial.
+_Step = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Matrices that are orthogonalised together, as n x k with n <= k.
+
+    Attributes:
+        indexes: where they are in the caller's list.
+        n: the smaller of rows and columns.
+        k: the larger one.
+    """
+
+    indexes: tuple[int, ...]
+    n: int
+    k: int
+
+
+def chunks(
+    shapes: Sequence[tuple[int, int]], itemsize: int, most: int | None = None
+) -> list[Chunk]:
+    """Groups of one shape up to transposition, cut so that the buffers of each keep to a bound.
+
+    Args:
+        shapes: rows and columns of each matrix.
+        itemsize: bytes of a number in the products.
+        most: the bound in bytes; `CHUNK_BYTES` by default.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for index, (rows, cols) in enumerate(shapes):
+        alike.setdefault((min(rows, cols), max(rows, cols)), []).append(index)
+    cut = []
+    for (n, k), indexes in alike.items():
+        # X and the next X, the Gram matrix and its polynomial.
+        each = (2 * n * k + 2 * n * n) * itemsize
+        largest = max(1, (CHUNK_BYTES if most is None else most) // each)
+        # As even as possible: a small rest would leave a GPU half empty.
+        parts = math.ceil(len(indexes) / largest)
+        bounds = [len(indexes) * part // parts for part in range(parts + 1)]
+        for start, stop in pairwise(bounds):
+            cut.append(Chunk(tuple(indexes[start:stop]), n, k))
+    return cut
+
+
+def fast_dtype(params: Sequence[Tensor]) -> torch.dtype | None:
+    """bfloat16 if all devices multiply it natively and nobody asks for float64; else None.
+
+    o is a direction of unit scale, which the iteration itself leaves uncertain by more.
+    """
+    if any(param.dtype == torch.float64 for param in params):
+        return None
+    fast = all(param.is_cuda or (param.is_cpu and _cpu_has_bfloat16()) for param in params)
+    return torch.bfloat16 if fast and params else None
+
+
+@cache
+def _cpu_has_bfloat16() -> bool:
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of no public interface
+    asked = [getattr(torch.cpu, name, None) for name in names]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return any(ask() for ask in asked if ask is not None)
+
+
+def iterate(
+    x: Tensor,
+    steps: int,
+    spare: tuple[Tensor, Tensor, Tensor] | None = None,
+    *,
+    halves: bool | None = None,
+) -> Tensor:
+    """The quintic iteration on matrices that are already normalised.
+
+    Args:
+        x: (c, n, k) with n <= k; overwritten.
+        steps: number of iterations.
+        spare: memory for the next x, (c, n, k), and for two matrices (c, n, n).
+        halves: whether the symmetric products are Triton's; by default where that is faster.
+
+    Returns:
+        The result, in `x` or in the first of `spare`.
+    """
+    c, n, _ = x.shape
+    following, gram, polynomial = spare or (torch.empty_like(x), *x.new_empty(2, c, n, n))
+    step = _step(x, halves)
+    for _ in range(steps):
+        step(x, following, gram, polynomial)
+        x, following = following, x
+    return x
+
+
+@torch.no_grad()
+def orthogonalize(
+    bs: Sequence[Tensor], steps: int = 5, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """`algorithms.nsisa.newton_schulz` of each of the matrices `bs`, which share device and dtype.
+
+    The results are contiguous and the caller's to write to.
+    """
+    if not bs:
+        return []
+    first = bs[0]
+    dtype = dtype or first.dtype
+    # The wider of the two dtypes, since what is normalised is still of the first.
+    itemsize = max(dtype.itemsize, first.dtype.itemsize)
+    most = _CPU_CHUNK_BYTES if first.device.type == "cpu" else CHUNK_BYTES
+    os: list[Tensor] = [first] * len(bs)
+    for chunk in chunks([(b.size(0), b.size(1)) for b in bs], itemsize, most):
+        members = [bs[index] for index in chunk.indexes]
+        x = iterate(_normalized(members, dtype), steps)
+        for index, b, o in zip(chunk.indexes, members, x.unbind(), strict=True):
+            os[index] = (o.mT if _tall(b) else o).contiguous().to(b.dtype)
+    return os
+
+
+def _tall(b: Tensor) -> bool:
+    return b.size(-2) > b.size(-1)
+
+
+def _normalized(bs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The matrices in one batch of `dtype`, divided as in `algorithms.nsisa.newton_schulz`."""
+    x = bs[0].unsqueeze(0)
+    if len(bs) > 1:
+        x = torch.stack([b.mT if _tall(b) else b for b in bs])
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    x = x / largest.clamp_min_(torch.finfo(x.dtype).tiny)
+    x /= torch.linalg.matrix_norm(x, keepdim=True).clamp_min_(1)
+    # Transposing comes last, when the numbers are shorter.
+    x = x.to(dtype)
+    return (x.mT if _tall(x) else x).contiguous()
+
+
+def _step(x: Tensor, halves: bool | None) -> _Step:
+    c, n, k = x.shape
+    if halves is None:
+        halves = (
+            x.is_cuda
+            and x.dtype in (torch.bfloat16, torch.float16)
+            and n >= _HALVED_ROWS
+            and n % 8 == k % 8 == 0  # rows that start on 16 bytes
+            and torch.cuda.get_device_capability(x.device) >= (8, 0)
+            and _triton()
+        )
+    if halves:
+        return _by_halves
+    strip = _STRIP_ROWS * torch.get_num_threads()
+    if x.device.type == "cpu" and c == 1 and n >= 3 * strip:
+        return partial(_by_strips, strip)
+    return _whole
+
+
+def _by_halves(x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:
+    from torchpisa.kernels.triton.symmetric import symmetric_product
+
+    linear, cubic, quintic = COEFFICIENTS
+    symmetric_product(x, gram)
+    # a I is added before anything is rounded, so it costs no accuracy, and X is read once less than
+    # for a X + (b A + c A A) X.
+    symmetric_product(gram, polynomial, addend=gram, alpha=quintic, beta=cubic, diagonal=linear)
+    torch.bmm(polynomial, x, out=following)
+
+
+def _whole(x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:
+    linear, cubic, quintic = COEFFICIENTS
+    torch.bmm(x, x.mT, out=gram)
+    torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic, out=polynomial)
+    torch.baddbmm(x, polynomial, x, beta=linear, out=following)
+
+
+def _by_strips(rows: int, x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:
+    """For a single matrix: strips of `rows` rows up to the diagonal, and their mirror images."""
+    linear, cubic, quintic = COEFFICIENTS
+    x, following, gram, polynomial = x[0], following[0], gram[0], polynomial[0]
+    bounds = [(start, start + rows) for start in range(0, x.size(0), rows)]
+    for start, stop in bounds:
+        here = gram[start:stop, :stop]
+        torch.mm(x[start:stop], x[:stop].T, out=here)
+        gram[:start, start:stop] = here[:, :start].T
+    for start, stop in bounds:
+        here = polynomial[start:stop, :stop]
+        own = gram[start:stop, :stop]
+        torch.addmm(own, gram[start:stop], gram[:, :stop], beta=cubic, alpha=quintic, out=here)
+        polynomial[:start, start:stop] = here[:, :start].T
+    torch.addmm(x, polynomial, x, beta=linear, out=following)
+
+
+@cache
+def _triton() -> bool:
+    return find_spec("triton") is not None

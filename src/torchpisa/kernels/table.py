@@ -1,0 +1,157 @@
+"""Tables of addresses, by which one kernel launch reaches many tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpisa.kernels import newton_schulz
+
+__all__ = ["BLOCK", "KIND", "SIZE", "Kind", "Launch", "Matrices", "Row", "build", "refresh"]
+
+# Elements that one program of a kernel handles; of those tried on an H200 the fastest.
+BLOCK = 1024
+
+
+class Kind(NamedTuple):
+    """What the tensors of one launch have in common."""
+
+    device: torch.device
+    param: torch.dtype
+    grad: torch.dtype
+    state: torch.dtype
+    fresh: bool
+
+
+# Addresses of parameter, gradient, dual, the preconditioner's memory, pending sum and step counter;
+# number of elements; and the fields of `Kind`. A plain tuple, since one is made and compared for
+# every parameter in every step.
+Row = tuple[Any, ...]
+ADDRESSES = slice(0, 6)
+SIZE = 6
+KIND = slice(7, None)
+
+
+class Matrices(NamedTuple):
+    """Rows and columns of parameters that are orthogonalised, and bytes of a number there."""
+
+    shapes: Sequence[tuple[int, int]]
+    itemsize: int
+
+
+@dataclass
+class Launch:
+    """Parameters of one kind, and what their kernels find on the device.
+
+    Attributes:
+        kind: what they have in common.
+        order: their numbers among all parameters of the plan.
+        blocks: number of blocks, that is, of programs.
+        table: a row of addresses, size and first block per parameter.
+        tensor_of: the parameter of each block.
+        first_block: the first block of each parameter and, at the end, the number of blocks.
+        numbers: a number per parameter that depends on its step.
+        nonfinite: a flag per parameter, set where a gradient is not finite.
+        aligned: whether all addresses are multiples of 16.
+        chunks: for matrices, the batches that are orthogonalised together.
+        tall: for matrices, which of them have more rows than columns.
+    """
+
+    kind: Kind
+    order: list[int]
+    blocks: int
+    table: Tensor
+    tensor_of: Tensor
+    first_block: Tensor
+    numbers: Tensor
+    nonfinite: Tensor
+    aligned: bool
+    chunks: list[newton_schulz.Chunk] = field(default_factory=list)
+    tall: Tensor | None = None
+
+
+def build(rows: Sequence[Row], matrices: Matrices | None, captured: list[Tensor]) -> list[Launch]:
+    """The launches for `rows`; `matrices` are put in the order of their chunks.
+
+    Host memory that a CUDA graph being captured will copy from at every replay is put into
+    `captured`, whose owner keeps it.
+    """
+    kinds: dict[Kind, list[int]] = {}
+    for number, row in enumerate(rows):
+        kinds.setdefault(Kind(*row[KIND]), []).append(number)
+    launches = []
+    for kind, order in kinds.items():
+        chunks: list[newton_schulz.Chunk] = []
+        if matrices is not None:
+            own = [matrices.shapes[number] for number in order]
+            chunks = newton_schulz.chunks(own, matrices.itemsize)
+            order = [order[index] for chunk in chunks for index in chunk.indexes]
+        launches.append(_launch(kind, order, rows, chunks, matrices, captured))
+    return launches
+
+
+def refresh(launch: Launch, rows: Sequence[Row]) -> None:
+    """Write new addresses of tensors of the same sizes into the table."""
+    values = _values(launch.order, rows)
+    launch.aligned = _aligned(values)
+    launch.table.copy_(_pinned(values, torch.int64, launch.kind.device), non_blocking=True)
+
+
+def _launch(
+    kind: Kind,
+    order: list[int],
+    rows: Sequence[Row],
+    chunks: list[newton_schulz.Chunk],
+    matrices: Matrices | None,
+    captured: list[Tensor],
+) -> Launch:
+    counts = torch.tensor([-(-rows[number][SIZE] // BLOCK) for number in order])
+    first_block = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+
+    def send(values: object, dtype: torch.dtype) -> Tensor:
+        host = _pinned(values, dtype, kind.device)
+        if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            captured.append(host)
+        return host.to(kind.device, non_blocking=True)
+
+    values = _values(order, rows)
+    tall = None
+    if matrices is not None:
+        shapes = [matrices.shapes[number] for number in order]
+        tall = send([rows > cols for rows, cols in shapes], torch.int32)
+    return Launch(
+        kind=kind,
+        order=order,
+        blocks=int(first_block[-1]),
+        table=send(values, torch.int64),
+        tensor_of=send(torch.arange(len(order)).repeat_interleave(counts), torch.int32),
+        first_block=send(first_block, torch.int32),
+        numbers=torch.empty(len(order), device=kind.device),
+        nonfinite=torch.zeros(len(order), dtype=torch.int32, device=kind.device),
+        aligned=_aligned(values),
+        chunks=chunks,
+        tall=tall,
+    )
+
+
+def _values(order: Sequence[int], rows: Sequence[Row]) -> list[list[int]]:
+    """The table: see `kernels/triton/memory.py` for its columns."""
+    values = []
+    block = 0
+    for number in order:
+        row = rows[number]
+        values.append([*row[ADDRESSES], row[SIZE], block])
+        block += -(-row[SIZE] // BLOCK)
+    return values
+
+
+def _aligned(values: Sequence[Sequence[int]]) -> bool:
+    """Whether all addresses allow wide accesses, the single number of a step counter excepted."""
+    return all(address % 16 == 0 for row in values for address in row[:5])
+
+
+def _pinned(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    host = torch.as_tensor(values, dtype=dtype)
+    return host.pin_memory() if device.type == "cuda" else host

@@ -1,0 +1,368 @@
+"""Kernels for preconditioners without matrices: everything between reading g and writing w.
+
+One program handles one block of one parameter; the table says which and where. The arithmetic is
+that of `algorithms/pisa.py` and `algorithms/sisa.py`, in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from torchpisa.kernels.triton.memory import (
+    COLUMNS,
+    DUAL,
+    GRAD,
+    MEMORY,
+    PARAM,
+    PENDING,
+    STEP,
+    address,
+    gradient,
+    read,
+    span,
+    write,
+)
+
+__all__ = [
+    "consensus_kernel",
+    "count_kernel",
+    "find_nonfinite",
+    "finish",
+    "local_step_kernel",
+    "nonfinite_kernel",
+    "residual_kernel",
+]
+
+
+@triton.jit
+def count_kernel(
+    table,
+    numbers,
+    keep,
+    tensors,
+    log_base,
+    POWER: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the step of every parameter and store what depends on its number.
+
+    That is base^step (`POWER`), or the root of 1 - base^step by which Scheme III is corrected
+    (`CORRECTION`); in float64, where 1 - base^step does not cancel.
+    """
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tensor < tensors
+    where = tl.load(table + tensor * COLUMNS + STEP, mask=mask, other=0)
+    where = where.to(tl.pointer_type(tl.float32))
+    step = tl.load(where, mask=mask, other=0.0)
+    if keep is not None:
+        step += tl.load(keep).to(tl.float32)
+    else:
+        step += 1
+    tl.store(where, step, mask=mask)
+    if POWER or CORRECTION:
+        # A batch that has been skipped from the start has no step to correct for.
+        number = tl.exp(tl.maximum(step, 1).to(tl.float64) * log_base)
+        if CORRECTION:
+            number = tl.sqrt(1 - number)
+        tl.store(numbers + tensor, number.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def find_nonfinite(g, nonfinite, tensor, SEARCH: tl.constexpr):
+    """Which entries are finite; notes in `nonfinite` a parameter that has others."""
+    good = tl.abs(g) < float("inf")
+    if SEARCH:
+        # Only lanes that found something write, so the search costs no memory traffic.
+        tl.store(nonfinite + tensor + tl.zeros_like(g).to(tl.int32), 1, mask=~good)
+    return good
+
+
+@triton.jit
+def finish(
+    pi,
+    delta,
+    w,
+    good,
+    params,
+    duals,
+    pendings,
+    scale,
+    weight,
+    dual_decay,
+    consensus_decay,
+    random,
+    mask,
+    MASKED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MOVES: tl.constexpr,
+    FRESH: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """Equations (2.14) and (2.9): the new dual, and the consensus or the sum on the way to it."""
+    random_dual, random_weight = random
+    if CHECKED:  # entries left out contribute their dual, and keep it
+        delta = tl.where(good, delta, 0.0)
+    dual = pi + delta
+    u = dual + delta
+    dual = dual * dual_decay
+    if CHECKED:
+        dual = tl.where(good, dual, pi)
+    write(duals, dual, random_dual, mask, MASKED, STOCHASTIC)
+    if MOVES:
+        moved = w + scale * (u - consensus_decay * w)
+        if CHECKED:
+            moved = tl.where(good, moved, w)
+        write(params, moved, random_weight, mask, MASKED, STOCHASTIC)
+    else:
+        total = weight * u
+        if not FRESH:
+            total += read(pendings, mask, MASKED)
+        write(pendings, total, random_weight, mask, MASKED, STOCHASTIC)
+
+
+@triton.jit
+def _local_step(
+    params,
+    grads,
+    duals,
+    moments,
+    pendings,
+    left,
+    tensor,
+    correction,
+    nonfinite,
+    keep,
+    grad_scale,
+    clip_scale,
+    seed,
+    ratio,
+    scale,
+    weight,
+    weight_decay,
+    dual_decay,
+    beta,
+    complement,
+    eta,
+    eps,
+    consensus_decay,
+    SCHEME: tl.constexpr,
+    MOVES: tl.constexpr,
+    FRESH: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    CAPS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.arange(0, BLOCK)
+    mask = lane < left
+    pi = read(duals + lane, mask, MASKED)
+    g = read(grads + lane, mask, MASKED)
+    w = pi
+    if MOVES or DECAYS:
+        w = read(params + lane, mask, MASKED)
+    CHECKED: tl.constexpr = SEARCH or keep is not None
+    good = find_nonfinite(g, nonfinite, tensor, SEARCH)
+    if keep is not None:
+        good = good & tl.load(keep)
+    r = pi + gradient(g, w, grad_scale, weight_decay, MAXIMIZE, DECAYS)
+    if clip_scale is not None:
+        r = r * tl.load(clip_scale)
+    random_dual, random_moment, random_weight = lane, lane, lane
+    if STOCHASTIC:
+        random_dual, random_moment, random_weight, _ = tl.randint4x(
+            tl.load(seed) + tl.program_id(0), lane
+        )
+    if SCHEME == "identity":
+        delta = -r / (1 + ratio)
+    else:
+        moment = read(moments + lane, mask, MASKED)
+        new = moment + r * r if SCHEME == "adagrad" else beta * moment + complement * (r * r)
+        root = tl.sqrt(new)
+        if SCHEME == "adam":
+            root = root / correction
+        if CAPS:
+            root = tl.minimum(root, eta)
+        delta = -r / (1 + ratio * (root + eps))
+        if CHECKED:
+            new = tl.where(good, new, moment)
+        write(moments + lane, new, random_moment, mask, MASKED, STOCHASTIC)
+    finish(
+        pi,
+        delta,
+        w,
+        good,
+        params + lane,
+        duals + lane,
+        pendings + lane,
+        scale,
+        weight,
+        dual_decay,
+        consensus_decay,
+        (random_dual, random_weight),
+        mask,
+        MASKED,
+        STOCHASTIC,
+        MOVES,
+        FRESH,
+        CHECKED,
+    )
+
+
+@triton.jit
+def local_step_kernel(
+    table,
+    tensor_of,
+    corrections,
+    nonfinite,
+    keep,
+    grad_scale,
+    clip_scale,
+    seed,
+    ratio,
+    scale,
+    weight,
+    weight_decay,
+    dual_decay,
+    beta,
+    complement,
+    eta,
+    eps,
+    consensus_decay,
+    SCHEME: tl.constexpr,
+    MOVES: tl.constexpr,
+    FRESH: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    CAPS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One batch's local step, with the consensus (`MOVES`) or into the pending sum.
+
+    `ratio` is rho/sigma and `scale` lr/(S + lr lambda), numbers or, `ON_DEVICE`, where they are.
+    `keep` leaves the whole batch out if False; `SEARCH` leaves out entries that are not finite.
+    """
+    tensor, start, left = span(table, tensor_of, BLOCK)
+    params = address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start
+    grads = address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start
+    duals = address(table, tensor, DUAL, STATE_DTYPE, ALIGNED) + start
+    moments = address(table, tensor, MEMORY, STATE_DTYPE, ALIGNED) + start
+    pendings = address(table, tensor, PENDING, STATE_DTYPE, ALIGNED) + start
+    correction = 1.0
+    if SCHEME == "adam":
+        correction = tl.load(corrections + tensor)
+    if ON_DEVICE:
+        ratio = tl.load(ratio)
+        scale = tl.load(scale)
+    if left >= BLOCK:
+        _local_step(
+            params, grads, duals, moments, pendings, left, tensor, correction, nonfinite, keep,
+            grad_scale, clip_scale, seed, ratio, scale, weight, weight_decay, dual_decay, beta,
+            complement, eta, eps, consensus_decay, SCHEME, MOVES, FRESH, MAXIMIZE, DECAYS, CAPS,
+            SEARCH, STOCHASTIC, False, BLOCK,
+        )  # fmt: skip
+    else:
+        _local_step(
+            params, grads, duals, moments, pendings, left, tensor, correction, nonfinite, keep,
+            grad_scale, clip_scale, seed, ratio, scale, weight, weight_decay, dual_decay, beta,
+            complement, eta, eps, consensus_decay, SCHEME, MOVES, FRESH, MAXIMIZE, DECAYS, CAPS,
+            SEARCH, STOCHASTIC, True, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def consensus_kernel(
+    table,
+    tensor_of,
+    keep,
+    seed,
+    scale,
+    consensus_decay,
+    STOCHASTIC: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Equation (2.9) from the pending sum; nothing moves if `keep` is False."""
+    tensor, start, left = span(table, tensor_of, BLOCK)
+    params = address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start
+    pendings = address(table, tensor, PENDING, STATE_DTYPE, ALIGNED) + start
+    lane = tl.arange(0, BLOCK)
+    mask = lane < left
+    if ON_DEVICE:
+        scale = tl.load(scale)
+    if keep is not None:
+        left = tl.where(tl.load(keep), left, 0)
+        mask = lane < left
+    random = lane
+    if STOCHASTIC:
+        random = tl.randint(tl.load(seed) + tl.program_id(0), lane)
+    if left >= BLOCK:
+        w = read(params + lane, mask, False)
+        total = read(pendings + lane, mask, False)
+        moved = w + scale * (total - consensus_decay * w)
+        write(params + lane, moved, random, mask, False, STOCHASTIC)
+    else:
+        w = read(params + lane, mask, True)
+        total = read(pendings + lane, mask, True)
+        moved = w + scale * (total - consensus_decay * w)
+        write(params + lane, moved, random, mask, True, STOCHASTIC)
+
+
+@triton.jit
+def nonfinite_kernel(
+    table,
+    tensor_of,
+    found,
+    GRAD_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Set `found` if any gradient is not finite."""
+    tensor, start, left = span(table, tensor_of, BLOCK)
+    grads = address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start
+    lane = tl.arange(0, BLOCK)
+    mask = lane < left
+    if left >= BLOCK:
+        find_nonfinite(read(grads + lane, mask, False), found, 0, True)
+    else:
+        find_nonfinite(read(grads + lane, mask, True), found, 0, True)
+
+
+@triton.jit
+def residual_kernel(
+    table,
+    tensor_of,
+    squares,
+    grad_scale,
+    weight_decay,
+    MAXIMIZE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum of squares of r_i over each block, for the clip."""
+    tensor, start, left = span(table, tensor_of, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < left
+    pi = read(address(table, tensor, DUAL, STATE_DTYPE, ALIGNED) + start + lane, mask, True)
+    g = read(address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start + lane, mask, True)
+    w = pi
+    if DECAYS:
+        w = read(address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start + lane, mask, True)
+    r = pi + gradient(g, w, grad_scale, weight_decay, MAXIMIZE, DECAYS)
+    tl.store(squares + tl.program_id(0), tl.sum(r * r, 0))

@@ -1,0 +1,234 @@
+"""Launches of the Triton kernels: from jobs and numbers to grids and flags."""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.kernels import newton_schulz
+from torchpisa.kernels.job import LocalJob, Move
+from torchpisa.kernels.table import BLOCK, Launch
+from torchpisa.kernels.triton import elementwise, orthogonal
+from torchpisa.preconditioners import NewtonSchulz, SecondMoment
+
+__all__ = ["any_nonfinite", "consensus", "local_step", "residual_norm"]
+
+# Side of a square tile of a matrix, and parameters per program where a step is counted.
+_TILE = 64
+_COUNTED = 256
+WARPS = 4
+
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+def local_step(job: LocalJob, launch: Launch) -> None:
+    """One batch's local step over the parameters of a launch."""
+    if isinstance(job.preconditioner, NewtonSchulz):
+        _orthogonalised_step(job, launch, job.preconditioner)
+    else:
+        _elementwise_step(job, launch)
+
+
+def consensus(move: Move, keep: Tensor | None, launch: Launch) -> None:
+    """Equation (2.9) from the pending sums."""
+    scale, on_device = _numbers(launch, _scale(move))
+    elementwise.consensus_kernel[(launch.blocks,)](
+        launch.table,
+        launch.tensor_of,
+        _here(keep, launch),
+        _seed(move.stochastic_rounding, launch),
+        *scale,
+        move.consensus_decay,
+        STOCHASTIC=move.stochastic_rounding,
+        ON_DEVICE=on_device,
+        PARAM_DTYPE=_DTYPES[launch.kind.param],
+        STATE_DTYPE=_DTYPES[launch.kind.state],
+        ALIGNED=launch.aligned,
+        BLOCK=BLOCK,
+    )
+
+
+def any_nonfinite(launch: Launch) -> Tensor:
+    """Whether a gradient of the launch is not finite."""
+    found = torch.zeros((), dtype=torch.int32, device=launch.kind.device)
+    elementwise.nonfinite_kernel[(launch.blocks,)](
+        launch.table,
+        launch.tensor_of,
+        found,
+        GRAD_DTYPE=_DTYPES[launch.kind.grad],
+        ALIGNED=launch.aligned,
+        BLOCK=BLOCK,
+    )
+    return found > 0
+
+
+def residual_norm(job: LocalJob, launch: Launch) -> Tensor:
+    """Norm of r over all parameters of a launch."""
+    squares = torch.empty(launch.blocks, device=launch.kind.device)
+    elementwise.residual_kernel[(launch.blocks,)](
+        launch.table,
+        launch.tensor_of,
+        squares,
+        _here(job.grad_scale, launch),
+        job.weight_decay,
+        **_gradient_flags(job),
+        **_dtypes(launch),
+        BLOCK=BLOCK,
+    )
+    return squares.sum().sqrt()
+
+
+def _elementwise_step(job: LocalJob, launch: Launch) -> None:
+    own = job.preconditioner
+    settings = own if isinstance(own, SecondMoment) else SecondMoment()
+    scheme = own.scheme if isinstance(own, SecondMoment) else "identity"
+    keep = _here(job.keep, launch)
+    _count(launch, keep, settings.beta, correction=scheme == "adam")
+    numbers, on_device = _numbers(launch, job.rho / job.sigma, _scale(job.move))
+    elementwise.local_step_kernel[(launch.blocks,)](
+        launch.table,
+        launch.tensor_of,
+        launch.numbers,
+        launch.nonfinite,
+        keep,
+        _here(job.grad_scale, launch),
+        _here(job.clip_scale, launch),
+        _seed(job.stochastic_rounding, launch),
+        *numbers,
+        job.weight,
+        job.weight_decay,
+        job.dual_decay,
+        settings.beta,
+        1 - settings.beta,
+        settings.eta,
+        settings.eps,
+        job.move.consensus_decay if job.move else 0.0,
+        SCHEME=scheme,
+        CAPS=settings.eta < math.inf,
+        SEARCH=job.search,
+        **_gradient_flags(job),
+        **_finish_flags(job, launch, on_device),
+        **_dtypes(launch),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> None:
+    device = launch.kind.device
+    tensors = len(launch.order)
+    keep, grad_scale = _here(job.keep, launch), _here(job.grad_scale, launch)
+    seed = _seed(job.stochastic_rounding, launch)
+    _count(launch, keep, own.perturbation, power=True)
+    largest, squares = torch.empty(2, launch.blocks, device=device)
+    peaks, norms = torch.empty(2, tensors, device=device)
+    gradient = _gradient_flags(job)
+    dtypes = _dtypes(launch)
+    search = {"NESTEROV": own.nesterov, "SEARCH": job.search}
+    orthogonal.momentum_kernel[(launch.blocks,)](
+        launch.table, launch.tensor_of, largest, squares, launch.nonfinite, keep, grad_scale, seed,
+        job.weight_decay, own.momentum, STOCHASTIC=job.stochastic_rounding, **gradient, **search,
+        **dtypes, BLOCK=BLOCK,
+    )  # fmt: skip
+    orthogonal.norm_kernel[(tensors,)](
+        largest, squares, peaks, norms, launch.first_block, BLOCK=BLOCK
+    )
+    numbers, on_device = _numbers(launch, job.rho / job.sigma, _scale(job.move))
+    flags = _finish_flags(job, launch, on_device)
+    del dtypes["GRAD_DTYPE"]
+    first = 0
+    for chunk in launch.chunks:
+        n, k, count = chunk.n, chunk.k, len(chunk.indexes)
+        grid = (triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE), count)
+        x = torch.empty(count, n, k, dtype=own.dtype or torch.float32, device=device)
+        orthogonal.gather_kernel[grid](
+            launch.table, launch.tall, peaks, norms, x, first, n, k, grad_scale, job.weight_decay,
+            own.momentum, **gradient, **search, **dtypes,
+            GRAD_DTYPE=_DTYPES[launch.kind.grad], TILE=_TILE, num_warps=8,
+        )  # fmt: skip
+        o = newton_schulz.iterate(x, own.ns_steps)
+        aspect = own.scale(k, n)
+        orthogonal.tail_kernel[grid](
+            launch.table, launch.tall, launch.numbers, o, first, n, k, aspect, keep, seed,
+            *numbers, job.weight, job.dual_decay, job.move.consensus_decay if job.move else 0.0,
+            **flags, **dtypes, TILE=_TILE, num_warps=8,
+        )  # fmt: skip
+        first += count
+
+
+def _count(
+    launch: Launch,
+    keep: Tensor | None,
+    base: float,
+    *,
+    power: bool = False,
+    correction: bool = False,
+) -> None:
+    tensors = len(launch.order)
+    elementwise.count_kernel[(triton.cdiv(tensors, _COUNTED),)](
+        launch.table,
+        launch.numbers,
+        keep,
+        tensors,
+        math.log(base) if base else -math.inf,
+        POWER=power,
+        CORRECTION=correction,
+        BLOCK=_COUNTED,
+    )
+
+
+def _scale(move: Move | None) -> Scalar:
+    """What the consensus multiplies U - lambda w by."""
+    return move.lr / (move.total_sigma + move.lr * move.consensus_decay) if move else 0.0
+
+
+def _numbers(launch: Launch, *values: Scalar) -> tuple[list[Scalar], bool]:
+    """`values` as numbers or, if the device alone knows one of them, all of them there."""
+    if not any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values):
+        return [float(value) for value in values], False
+    # Written there by a kernel: a copy from the host could not be captured in a CUDA graph.
+    return [
+        value.to(launch.kind.device, torch.float32)
+        if isinstance(value, Tensor)
+        else torch.full((), value, device=launch.kind.device)
+        for value in values
+    ], True
+
+
+def _here(number: Tensor | None, launch: Launch) -> Tensor | None:
+    return None if number is None else number.to(launch.kind.device)
+
+
+def _seed(stochastic: bool, launch: Launch) -> Tensor | None:
+    """Drawn on the device, so that every replay of a CUDA graph draws another."""
+    return torch.randint(2**62, (), device=launch.kind.device) if stochastic else None
+
+
+def _gradient_flags(job: LocalJob) -> dict[str, Any]:
+    return {"MAXIMIZE": job.maximize, "DECAYS": job.weight_decay != 0}
+
+
+def _finish_flags(job: LocalJob, launch: Launch, on_device: bool) -> dict[str, Any]:
+    return {
+        "MOVES": job.move is not None,
+        "FRESH": launch.kind.fresh,
+        "STOCHASTIC": job.stochastic_rounding,
+        "ON_DEVICE": on_device,
+    }
+
+
+def _dtypes(launch: Launch) -> dict[str, Any]:
+    return {
+        "PARAM_DTYPE": _DTYPES[launch.kind.param],
+        "GRAD_DTYPE": _DTYPES[launch.kind.grad],
+        "STATE_DTYPE": _DTYPES[launch.kind.state],
+        "ALIGNED": launch.aligned,
+    }

@@ -1,0 +1,70 @@
+"""How the kernels find, read and write tensors: a table of addresses, and one way to round."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["COLUMNS", "address", "gradient", "read", "span", "write"]
+
+# Columns of the table, one row of 64-bit integers per parameter.
+COLUMNS = tl.constexpr(8)
+PARAM = tl.constexpr(0)
+GRAD = tl.constexpr(1)
+DUAL = tl.constexpr(2)
+MEMORY = tl.constexpr(3)  # the preconditioner's: second moment or momentum
+PENDING = tl.constexpr(4)
+STEP = tl.constexpr(5)
+SIZE = tl.constexpr(6)
+FIRST = tl.constexpr(7)  # number of the parameter's first block
+
+
+@triton.jit
+def address(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer in a column; `ALIGNED` promises 16 bytes, so that accesses are as wide."""
+    pointer = tl.load(table + tensor * COLUMNS + COLUMN).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def span(table, tensor_of, BLOCK: tl.constexpr):
+    """This program's parameter, its first element there, and how many elements are left."""
+    program = tl.program_id(0)
+    tensor = tl.load(tensor_of + program)
+    start = (program - tl.load(table + tensor * COLUMNS + FIRST)) * BLOCK
+    return tensor, start, tl.load(table + tensor * COLUMNS + SIZE) - start
+
+
+@triton.jit
+def read(pointers, mask, MASKED: tl.constexpr):
+    """Load as float32. A mask would keep whole blocks from being read in wide accesses."""
+    x = tl.load(pointers, mask=mask, other=0.0) if MASKED else tl.load(pointers)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def write(pointers, x, random, mask, MASKED: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Store float32 `x`, rounded to nearest or, to bfloat16, up or down at random without bias."""
+    if pointers.dtype.element_ty == tl.bfloat16:
+        # bfloat16 is the upper half of float32: carry from the lower half, at random or to the
+        # nearest even number. Triton's interpreter would only cut the lower half off.
+        bits = x.to(tl.int32, bitcast=True)
+        carry = (random & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, ((bits + carry) & -65536).to(tl.float32, bitcast=True), x)
+    x = x.to(pointers.dtype.element_ty)
+    if MASKED:
+        tl.store(pointers, x, mask=mask)
+    else:
+        tl.store(pointers, x)
+
+
+@triton.jit
+def gradient(g, w, grad_scale, weight_decay, MAXIMIZE: tl.constexpr, DECAYS: tl.constexpr):
+    """g_i from the stored gradient: unscaled, turned round to maximise, with the L2 term."""
+    if grad_scale is not None:
+        g = g / tl.load(grad_scale)
+    if MAXIMIZE:
+        g = -g
+    if DECAYS:
+        g = g + weight_decay * w
+    return g

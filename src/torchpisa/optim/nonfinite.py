@@ -1,0 +1,186 @@
+"""What to do about gradients that are not finite, and how the host hears of them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpisa.kernels.fused import Plan
+from torchpisa.kernels.job import Kernel, Member, real
+from torchpisa.optim.rounds import Group
+
+__all__ = ["Verdict", "Watch", "verdict"]
+
+
+class Verdict(NamedTuple):
+    """Whether a batch takes part.
+
+    Attributes:
+        present: False if it is left out.
+        keep: a tensor that says so, where only the device knows.
+        search: the kernels are to look while they work, and to leave out single entries.
+    """
+
+    present: bool = True
+    keep: Tensor | None = None
+    search: bool = False
+
+
+def verdict(
+    groups: Sequence[Group],
+    members: Sequence[list[Member]],
+    kernels: Sequence[Kernel],
+    found_inf: Tensor | None,
+    where: str,
+) -> Verdict:
+    """Look at the gradients of `members` (per group, all with gradients) before a step.
+
+    Args:
+        groups: the parameter groups.
+        members: their parameters.
+        kernels: what steps them.
+        found_inf: the finding of a GradScaler, if there is one; then nothing is looked at.
+        where: batch and iteration, for the message.
+
+    Raises:
+        FloatingPointError: a gradient is not finite and `nonfinite="raise"`.
+    """
+    mode = groups[0]["nonfinite"]
+    if found_inf is None and mode == "ignore":
+        return Verdict()
+    plans = [kernel for kernel in kernels if isinstance(kernel, Plan)]
+    pairs = zip(members, kernels, strict=True)
+    rest = _gradients([own for own, kernel in pairs if not isinstance(kernel, Plan)])
+    if found_inf is None and mode == "raise":
+        if rest and _any_nonfinite(rest):
+            bad = [m.param for own in members for m in own if not _is_finite(m.grad)]
+            if bad:
+                raise FloatingPointError(
+                    f"non-finite gradient in {where}: {named(bad, groups)}. Nothing was changed; "
+                    "nonfinite='skip' leaves such batches out"
+                )
+        return Verdict(search=bool(plans))
+    if not any(members):
+        return Verdict()
+    if found_inf is not None:
+        bad_batch = found_inf.reshape(()) > 0
+    else:
+        found = [own for plan in plans for own in plan.any_nonfinite()]
+        if rest:
+            found.append(_any_nonfinite(rest))
+        if not found:
+            return Verdict()
+        bad_batch = functools.reduce(torch.logical_or, (own.to(found[0].device) for own in found))
+    if bad_batch.device.type != "cpu" or groups[0]["capturable"]:
+        return Verdict(keep=bad_batch.logical_not())
+    return Verdict(present=not bad_batch)
+
+
+def named(params: Sequence[Tensor], groups: Sequence[Group]) -> str:
+    """Names of parameters, for messages."""
+    wanted = {id(param) for param in params}
+    names = []
+    for number, group in enumerate(groups):
+        given = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            if id(param) in wanted:
+                names.append(given[i] if given else f"parameter {i} of group {number}")
+    return ", ".join(names)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    flags: list[Tensor]
+    copies: list[Tensor]
+    params: list[list[Tensor]]
+    event: torch.cuda.Event | None
+    where: str
+
+
+class Watch:
+    """Flags that kernels set where a gradient is not finite, on their way to the host.
+
+    The host never waits for them in a step. They stay set on the device until they have been
+    reported, so none is lost while an earlier copy is under way.
+    """
+
+    def __init__(self) -> None:
+        self._sent: _Sent | None = None
+
+    def note(self, kernels: Sequence[Kernel], members: Sequence[list[Member]], where: str) -> None:
+        """Send for the flags of a step over `members` that has just been launched."""
+        if self._sent is not None:
+            return
+        flags, params = [], []
+        for kernel, own in zip(kernels, members, strict=True):
+            if isinstance(kernel, Plan):
+                for launch in kernel.launches:
+                    flags.append(launch.nonfinite)
+                    params.append([own[number].param for number in launch.order])
+        event = None
+        if any(own.is_cuda for own in flags):
+            if torch.cuda.is_current_stream_capturing():
+                return
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copies = [own.to("cpu", non_blocking=True, copy=True) for own in flags]
+        if event is not None:
+            event.record()
+        self._sent = _Sent(flags, copies, params, event, where)
+
+    def report(self, name: Callable[[Sequence[Tensor]], str], wait: bool = False) -> None:
+        """Raise FloatingPointError if flags have come back set.
+
+        Args:
+            name: names parameters.
+            wait: for flags that are still under way.
+        """
+        sent = self._sent
+        if sent is None:
+            return
+        if sent.event is not None:
+            if torch.cuda.is_current_stream_capturing():
+                return
+            if wait:
+                sent.event.synchronize()
+            elif not sent.event.query():  # type: ignore[no-untyped-call]
+                return
+        self._sent = None
+        bad = []
+        for copy, params in zip(sent.copies, sent.params, strict=True):
+            bad += [param for param, flag in zip(params, copy.tolist(), strict=True) if flag]
+        if bad:
+            for flags in sent.flags:
+                flags.zero_()
+            raise FloatingPointError(
+                f"non-finite gradient in {sent.where}: {name(bad)}. Those entries were left out, "
+                "the others were stepped; nonfinite='skip' leaves such batches out"
+            )
+
+
+def _gradients(members: Sequence[list[Member]]) -> list[Tensor]:
+    return [real(m.grad) for own in members for m in own if m.grad is not None and m.grad.numel()]
+
+
+def _is_finite(grad: Tensor | None) -> bool:
+    return grad is None or bool(grad.isfinite().all())
+
+
+def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
+    """A 0-d bool tensor on the device of the first gradient.
+
+    Looks at Euclidean norms, by far the fastest reduction there is: a gradient so large that its
+    square overflows counts as infinite.
+    """
+    home = grads[0].device
+    found = torch.zeros((), dtype=torch.bool, device=home)
+    by_kind: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    for alike in by_kind.values():
+        dtype = torch.promote_types(alike[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(alike, 2, dtype))
+        found = found | norms.isfinite().all().logical_not().to(home)
+    return found

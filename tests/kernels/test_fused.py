@@ -1,0 +1,296 @@
+"""The fused kernels equal the plain loop; Triton's interpreter runs them where there is no GPU."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.kernels.test_foreach import SHAPES, TOLERANCE
+from tests.kernels.test_foreach import common as any_settings
+from torchpisa import NSISA, PISA, SISA
+from torchpisa.kernels import fused, table
+from torchpisa.preconditioners import Hessian
+
+pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreted():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(fused, "DEVICES", ["cuda", "cpu"])
+    yield
+    patch.undo()
+
+
+def parameters(shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        nn.Parameter(torch.randn(shape, dtype=dtype, generator=generator).to(DEVICE))
+        for shape in shapes
+    ]
+
+
+def give_gradients(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        noise = torch.randn(p.shape, generator=generator).to(DEVICE, p.dtype)
+        p.grad = 0.1 * noise + 0.1 * p.detach()
+
+
+def flat(params):
+    return torch.cat([p.detach().float().flatten() for p in params])
+
+
+kinds = st.one_of(
+    st.tuples(st.just(PISA), st.just({})),
+    st.tuples(
+        st.just(SISA),
+        st.fixed_dictionaries(
+            {
+                "scheme": st.sampled_from(["adagrad", "rmsprop", "adam"]),
+                "beta": st.sampled_from([0.9, 0.999]),
+                "eta": st.sampled_from([0.3, math.inf]),
+                "eps": st.sampled_from([0.0, 1e-3]),
+            }
+        ),
+    ),
+    st.tuples(
+        st.just(NSISA),
+        st.fixed_dictionaries(
+            {
+                "nesterov": st.booleans(),
+                "aspect_scaling": st.booleans(),
+                "ns_dtype": st.none(),  # bfloat16 would hide a mistake behind its rounding
+            }
+        ),
+    ),
+)
+# A block has 1024 elements: one tensor fills two and a bit, one exactly one.
+tensors = st.lists(
+    st.tuples(st.sampled_from([*SHAPES, (2100,), (32, 32)]), st.sampled_from(DTYPES)),
+    min_size=1,
+    max_size=4,
+)
+
+
+# Shrinking would run the interpreter for minutes.
+@settings(
+    max_examples=60 if ON_GPU else 12,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(kinds, any_settings, tensors, st.integers(0, 2**16))
+def test_fused_equals_loop(kind, common, tensors, seed):
+    cls, own = kind
+    if cls is NSISA:
+        common = {**common, "sigma": 40 * common["sigma"]}
+    runs = []
+    for fast in (False, True):
+        generator = torch.Generator().manual_seed(seed)
+        params = [
+            nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype))
+            for shape, dtype in tensors
+        ]
+        largest = [float(p.detach().abs().max()) if p.numel() else 0.0 for p in params]
+        opt = cls(params, fused=fast, foreach=None if fast else False, **own, **common)
+        for _ in range(20):
+            for p in params:
+                noise = torch.randn(p.shape, generator=generator).to(DEVICE, p.dtype)
+                missing = torch.rand((), generator=generator) < 0.1
+                p.grad = None if missing else 0.1 * noise + 0.1 * p.detach()
+            opt.step()
+            ends = [float(p.detach().abs().max()) if p.numel() else 0.0 for p in params]
+            largest = [max(pair) for pair in zip(largest, ends, strict=True)]
+        runs.append((params, opt))
+    (loop, one), (fast, two) = runs
+    for p, q, scale in zip(loop, fast, largest, strict=True):
+        tolerance = TOLERANCE[p.dtype]
+        if common["clip"] is not None:  # one norm ties every parameter to the coarsest
+            tolerance = max(TOLERANCE[dtype] for _, dtype in tensors)
+        torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance * scale)
+        assert one.state[p]["arrived"] == two.state[q]["arrived"]
+        for slot in range(one.batches):
+            assert one.state[p][f"step.{slot}"] == two.state[q][f"step.{slot}"].cpu()
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize(
+    ("cls", "own"),
+    [
+        (PISA, {}),
+        (SISA, {"scheme": "adagrad"}),
+        (SISA, {"scheme": "rmsprop", "eta": 0.5}),
+        (SISA, {"scheme": "adam", "beta": 0.999}),
+    ],
+    ids=["identity", "adagrad", "rmsprop", "adam"],
+)
+def test_fused_equals_loop_closely(cls, own, batches):
+    """1e-6 relative after 20 steps in float32."""
+    ends = []
+    for fast in (False, True):
+        params = parameters([(3, 4), (2100,), (), (32, 32)])
+        opt = cls(
+            params,
+            fused=fast,
+            foreach=None if fast else False,
+            batches=batches,
+            weight_decay=0.01,
+            **own,
+        )
+        for k in range(20):
+            give_gradients(params, k)
+            opt.step()
+        ends.append(flat(params))
+    assert (ends[0] - ends[1]).norm() <= 1e-6 * ends[0].norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_of_parameters_gradients_and_state(dtype, grad_dtype):
+    """Rounding of the state apart, 10 steps end where the plain loop ends."""
+    ends = []
+    for fast in (False, True):
+        params = parameters([(40, 30)], dtype)
+        settings = {"state_dtype": torch.bfloat16, "batches": 2}
+        opt = SISA(params, fused=fast, foreach=None if fast else False, **settings)
+        for k in range(10):
+            give_gradients(params, k)
+            if dtype == torch.float32:  # elsewhere torch itself insists on the parameter's dtype
+                params[0].grad_dtype = None
+                params[0].grad = params[0].grad.to(grad_dtype)
+            opt.step()
+        ends.append(flat(params))
+    assert (ends[0] - ends[1]).norm() <= 5e-3 * ends[0].norm()
+
+
+def test_gradients_laid_out_in_another_way():
+    """Expanded, transposed and channels-last gradients; they are not written to."""
+    ends = []
+    for fast in (False, True):
+        params = parameters([(6, 4), (6, 4), (4, 3, 5, 5)])
+        params[2] = nn.Parameter(params[2].detach().to(memory_format=torch.channels_last))
+        opt = SISA(params, fused=fast, foreach=None if fast else False)
+        for k in range(4):
+            give_gradients(params, k)
+            params[0].grad = torch.full((1, 1), 0.5, device=DEVICE).expand(6, 4)
+            params[1].grad = params[1].grad.t().contiguous().t()
+            opt.step()
+            assert params[0].grad.stride() == (0, 0)
+        ends.append(flat(params))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-6)
+
+
+def test_table_is_built_once_and_refreshed_when_a_gradient_moves(monkeypatch):
+    calls = []
+    for name in ("build", "refresh"):
+        real = getattr(table, name)
+
+        def counted(*args, name=name, real=real):
+            calls.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(table, name, counted)
+    params, twin = parameters([(40, 30), (5,)]), parameters([(40, 30), (5,)])
+    opt = SISA(params, fused=True)
+    plain = SISA(twin, fused=False, foreach=False)
+    give_gradients(params, 0)
+    for k in range(6):
+        if k == 3:  # other memory, held so that it cannot be the same again
+            held = [p.grad for p in params]
+            for p in params:
+                p.grad = p.grad.clone()
+        for p, q in zip(params, twin, strict=True):
+            p.grad.fill_(k + 1)
+            q.grad = p.grad.clone()
+        opt.step()
+        plain.step()
+    assert len(held) == 2
+    assert calls == ["build", "refresh"]
+    torch.testing.assert_close(flat(params), flat(twin), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [SISA, NSISA])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_skipped_batches_and_grad_scaler(cls, batches):
+    ends = []
+    for fast in (False, True):
+        params = parameters([(5, 4), (7,)])
+        own = {"ns_dtype": None} if cls is NSISA else {}
+        opt = cls(params, fused=fast, foreach=None if fast else False, batches=batches, **own)
+        opt.grad_scale = torch.tensor(8.0, device=DEVICE)
+        for k in range(8):
+            give_gradients(params, k)
+            for p in params:
+                p.grad *= 8
+            opt.found_inf = torch.tensor(float(k in (0, 3, 4)), device=DEVICE)
+            if k in (0, 3, 4):
+                params[0].grad[0, 0] = math.inf
+            opt.step()
+        ends.append(flat(params))
+    assert (ends[0] - ends[1]).norm() <= 1e-6 * ends[0].norm()
+
+
+@pytest.mark.parametrize("cls", [SISA, NSISA])
+def test_nonfinite_entries_are_left_out_and_reported(cls):
+    params = parameters([(5, 4), (7,)])
+    opt = cls([("matrix", params[0]), ("vector", params[1])], fused=True)
+    give_gradients(params, 0)
+    params[1].grad[2] = math.nan
+    before = params[1].detach().clone()
+    opt.step()
+    assert torch.isfinite(flat(params)).all()
+    assert params[1][2] == before[2]
+    assert (params[1] != before).sum() == 6
+    if ON_GPU:
+        torch.cuda.synchronize()
+    give_gradients(params, 1)
+    with pytest.raises(FloatingPointError, match="batch 0 of iteration 0: vector"):
+        opt.step()
+    opt.step()
+    opt.flush()
+    assert torch.isfinite(flat(params)).all()
+    assert all(torch.isfinite(value).all() for value in opt.state[params[1]].values() if
+               isinstance(value, torch.Tensor))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: SISA([nn.Parameter(torch.ones(2, dtype=torch.float64))], fused=True), "float64"),
+        (
+            lambda: SISA([nn.Parameter(torch.ones(2, dtype=torch.complex64))], fused=True),
+            "complex64",
+        ),
+        (lambda: PISA([nn.Parameter(torch.ones(2))], Hessian(), fused=True), "Hessian"),
+        (lambda: SISA([nn.Parameter(torch.ones(8)[::2])], fused=True), "gaps"),
+        (
+            lambda: NSISA([nn.Parameter(torch.ones(4, 3).t())], fused=True),
+            "row by row",
+        ),
+    ],
+)
+def test_fused_says_why_it_cannot(make, reason):
+    with pytest.raises(ValueError, match=f"fused=True is not possible: .*{reason}"):
+        make()
+
+
+def test_pickled_and_copied_optimizers_step_on():
+    import copy
+
+    params = parameters([(40, 30)])
+    opt = SISA(params, fused=True)
+    give_gradients(params, 0)
+    opt.step()
+    params2, opt2 = copy.deepcopy((params, opt))
+    for p, q in zip(params, params2, strict=True):
+        q.grad = p.grad.clone()
+    opt.step()
+    opt2.step()
+    assert torch.equal(flat(params), flat(params2))

@@ -1,0 +1,124 @@
+"""Batched Newton-Schulz equals the plain one, matrix by matrix, within its bound on memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchpisa.algorithms import nsisa
+from torchpisa.kernels import newton_schulz
+from torchpisa.kernels.newton_schulz import CHUNK_BYTES, chunks, iterate, orthogonalize
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+sizes = st.integers(1, 12) | st.sampled_from([64, 768, 3072, 20000])
+shapes = st.lists(st.tuples(sizes, sizes), max_size=60)
+
+
+@given(shapes, st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 4096]))
+def test_chunks_keep_to_the_bound(shapes, itemsize, most):
+    cut = chunks(shapes, itemsize, most)
+    assert sorted(index for chunk in cut for index in chunk.indexes) == list(range(len(shapes)))
+    for chunk in cut:
+        assert {tuple(sorted(shapes[index])) for index in chunk.indexes} == {(chunk.n, chunk.k)}
+        assert list(chunk.indexes) == sorted(chunk.indexes)
+        buffers = len(chunk.indexes) * 2 * (chunk.n * chunk.k + chunk.n**2) * itemsize
+        assert buffers <= (most or CHUNK_BYTES) or len(chunk.indexes) == 1
+
+
+def test_chunks_are_few_and_even():
+    """Of 48 matrices at most 20 fit: three chunks of 16, not two of 20 and one of 8."""
+    each = 2 * (768 * 3072 + 768**2) * 2
+    cut = chunks([(768, 3072), (3072, 768)] * 24, 2, 20 * each + 1)
+    assert [len(chunk.indexes) for chunk in cut] == [16, 16, 16]
+
+
+def relative(value, wanted):
+    return float((value - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def matrix(shape, scale, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(shape, dtype=dtype, generator=generator)
+
+
+matrices = st.lists(
+    st.tuples(
+        st.sampled_from([(1, 1), (1, 7), (7, 1), (5, 5), (5, 8), (8, 5), (3, 40), (33, 20)]),
+        st.sampled_from([1.0, 0.0, 1e-30, 1e30, 1e-3]),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrices, st.sampled_from(list(TOLERANCE)), st.integers(0, 2**16))
+def test_equals_the_plain_one_by_one(matrices, dtype, seed):
+    bs = [matrix(*each, dtype, seed + place) for place, each in enumerate(matrices)]
+    copies = [b.clone() for b in bs]
+    os = orthogonalize(bs, 5)
+    assert len(os) == len(bs)
+    for b, copy, o in zip(bs, copies, os, strict=True):
+        wanted = nsisa.newton_schulz(copy, 5)
+        assert torch.equal(b, copy)
+        assert o.shape == b.shape
+        assert o.dtype == b.dtype
+        assert o.is_contiguous()
+        assert relative(o, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_matrices(device, dtype, threads, monkeypatch):
+    """So large that a CPU computes strips, with a remainder; batched on a GPU."""
+    monkeypatch.setattr(newton_schulz, "_STRIP_ROWS", 16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        bs = [matrix(shape, 1.0, dtype, 0).to(device) for shape in ((100, 130), (130, 100))]
+        bs.append(bs[0][::2, ::2])
+        for b, o in zip(bs, orthogonalize(bs, 5), strict=True):
+            assert relative(o, nsisa.newton_schulz(b, 5)) < TOLERANCE[dtype]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_results_are_the_callers():
+    bs = [matrix((4, 6), 1.0, torch.float32, seed) for seed in range(3)]
+    os = orthogonalize(bs, 5)
+    kept = os[1].clone()
+    os[0].zero_()
+    os[2].fill_(7.0)
+    assert torch.equal(os[1], kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (256, 256), (320, 512)])
+def test_bfloat16_is_as_accurate_as_the_plain_loop(device, shape):
+    b = matrix(shape, 1e-4, torch.float32, 0).to(device)
+    exact = nsisa.newton_schulz(b.double(), 5)
+    (o,) = orthogonalize([b], 5, torch.bfloat16)
+    assert o.dtype == torch.float32
+    plain = nsisa.newton_schulz(b, 5, torch.bfloat16)
+    assert relative(o.double(), exact) <= relative(plain.double(), exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_iterate_by_halves(device):
+    pytest.importorskip("triton")
+    x = torch.randn(2, 20, 40, device=device) / 28
+    whole = iterate(x.clone(), 4, halves=False)
+    assert relative(iterate(x.clone(), 4, halves=True), whole) < 1e-5
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 5])
+def test_iterate_in_given_memory(steps):
+    x = torch.randn(3, 6, 9, dtype=torch.float64)
+    x /= torch.linalg.matrix_norm(x, keepdim=True)
+    spare = (torch.empty_like(x), *x.new_empty(2, 3, 6, 6))
+    wanted = nsisa.newton_schulz(x, steps)
+    o = iterate(x, steps, spare)
+    assert o.data_ptr() == (spare[0] if steps % 2 else x).data_ptr()
+    assert relative(o, wanted) < 1e-12
