@@ -425,24 +425,6 @@ def test_capturable_equals_plain(entry):
     assert all(isinstance(s, torch.Tensor) for s in opts[1].param_groups[0]["sigma"])
 
 
-@pytest.mark.parametrize(
-    "entry", [e for e in ENTRIES if e.name in ("pisa", "sisa-m3", "nsisa")], ids=lambda e: e.name
-)
-def test_torch_compile_of_step(entry):
-    model, other = network(), network()
-    opt, compiled = entry(model.parameters()), entry(other.parameters())
-    step = torch.compile(compiled.step, backend="aot_eager")
-    for k in range(8):
-        for m in (model, other):
-            x, y = batch(k)
-            m.zero_grad()
-            nn.functional.cross_entropy(m(x), y).backward()
-        opt.step()
-        step()
-    assert compiled.iteration == opt.iteration
-    torch.testing.assert_close(weights(model), weights(other), rtol=1e-4, atol=1e-5)
-
-
 def test_memory_is_as_promised():
     p = nn.Parameter(torch.zeros(1000, 100))
     n = p.numel()

@@ -64,15 +64,16 @@ class _Numbers(NamedTuple):
 
 
 def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner) -> str | None:
-    """Why none of these parameters can be stepped here; None if some can."""
+    """Why parameters cannot be stepped here; None if they can."""
     if type(preconditioner) is not SecondMoment:
         return f"on a CPU there is no fused kernel for {type(preconditioner).__name__}"
     if preconditioner.scheme == "adagrad":
         return "on a CPU there is no fused kernel for the scheme 'adagrad'"
     if preconditioner.eta < math.inf:
         return "on a CPU there is no fused kernel for a finite eta"
-    if params and not any(param.dtype in _DTYPES for param in params):
-        return f"on a CPU parameters must be float32 or float64, got {params[0].dtype}"
+    for param in params:
+        if param.dtype not in _DTYPES:
+            return f"on a CPU parameters must be float32 or float64, got {param.dtype}"
     return None
 
 

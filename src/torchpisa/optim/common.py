@@ -39,9 +39,10 @@ class Common(TypedDict, total=False):
         foreach: one call per operation for all parameters instead of a loop over them; None
             decides. Default None.
         fused: one pass over memory: on a GPU one launch of a Triton kernel for all parameters of a
-            group, on a CPU torch's Adam kernel, for SISA's rule. True raises ValueError, with the
-            reason, where that cannot be done. None uses it where it can, unless `foreach` is given.
-            Default None.
+            group; on a CPU, for SISA's rule and Identity, a C function for which the compiler at
+            hand is called once, or else torch's Adam kernel. True raises ValueError, with the
+            reason, where that cannot be done. None uses it where it can and, on a CPU, pays, unless
+            `foreach` is given. Default None.
         stochastic_rounding: round what is stored in bfloat16, parameters and state, up or down at
             random so that the error is zero on average: for training in bfloat16 without a
             float32 copy of the weights. Default False.

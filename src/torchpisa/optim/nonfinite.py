@@ -171,16 +171,20 @@ def _is_finite(grad: Tensor | None) -> bool:
 def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
     """A 0-d bool tensor on the device of the first gradient.
 
-    Looks at Euclidean norms, by far the fastest reduction there is: a gradient so large that its
-    square overflows counts as infinite.
+    Looks at one number per gradient: on a CPU, where few reductions use all threads, at the
+    extremes; elsewhere at the Euclidean norm, for all of them at once, so that a gradient so large
+    that its square overflows counts as infinite.
     """
     home = grads[0].device
     found = torch.zeros((), dtype=torch.bool, device=home)
-    by_kind: dict[object, list[Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    for alike in by_kind.values():
-        dtype = torch.promote_types(alike[0].dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(alike, 2, dtype))
-        found = found | norms.isfinite().all().logical_not().to(home)
+    for (device, dtype), alike in by_kind.items():
+        if device.type == "cpu":
+            numbers = [extreme for grad in alike for extreme in torch.aminmax(grad)]
+        else:
+            wide = torch.promote_types(dtype, torch.float32)
+            numbers = list(torch._foreach_norm(alike, 2, wide))
+        found = found | torch.stack(numbers).isfinite().all().logical_not().to(home)
     return found

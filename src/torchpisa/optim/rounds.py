@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.kernels import blocked, foreach, fused, loop
+from torchpisa.kernels import blocked, foreach, fused, loop, native
 from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, real
 from torchpisa.optim import arguments
 from torchpisa.preconditioners import Preconditioner
@@ -47,8 +47,11 @@ def check_fused(group: Group, preconditioner: Preconditioner) -> None:
     if not group["fused"]:
         return
     params = group["params"]
-    kernels = blocked if _on_cpu(params) else fused
-    reason = kernels.obstacle(params, preconditioner)
+    if _on_cpu(params):
+        found = _cpu_kernel(params, preconditioner, insist=True)
+        reason = found if isinstance(found, str) else None
+    else:
+        reason = fused.obstacle(params, preconditioner)
     if reason is not None:
         raise ValueError(f"fused=True is not possible: {reason}")
 
@@ -64,17 +67,15 @@ def choose(
     """What computes the local step of a batch over `members` of parameter group `number`."""
     if _wants_fused(group):
         params = [member.param for member in members]
+        found: Kernel | str
         if _on_cpu(params):
-            reason = blocked.obstacle(params, preconditioner)
-            if reason is None:
-                return blocked
+            found = _cpu_kernel(params, preconditioner, insist=bool(group["fused"]))
         else:
-            plan = fused.find(plans, (number, slot), members, preconditioner, slot)
-            if not isinstance(plan, str):
-                return plan
-            reason = plan
+            found = fused.find(plans, (number, slot), members, preconditioner, slot)
+        if not isinstance(found, str):
+            return found
         if group["fused"]:
-            raise ValueError(f"fused=True is not possible: {reason}")
+            raise ValueError(f"fused=True is not possible: {found}")
     return foreach if _use_foreach(group, members) else loop
 
 
@@ -221,7 +222,9 @@ def _clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float
 
 def _able(kernel: Kernel, job: LocalJob) -> Kernel:
     """`kernel`, or the next slower one for what it does not know."""
-    if kernel is blocked and not blocked.supports(job):
+    if (kernel is native and not native.supports(job)) or (
+        kernel is blocked and not blocked.supports(job)
+    ):
         kernel = foreach
     return loop if kernel is foreach and not foreach.supports(job) else kernel
 
@@ -240,6 +243,19 @@ def _consensus_kernel(
 
 def _wants_fused(group: Group) -> bool:
     return bool(group["fused"] or (group["fused"] is None and group["foreach"] is None))
+
+
+def _cpu_kernel(
+    params: Sequence[Tensor], preconditioner: Preconditioner, insist: bool
+) -> Kernel | str:
+    """The fastest there is; without `insist` nothing is compiled for small models."""
+    reason = None
+    if insist or native.worthwhile(params):
+        reason = native.obstacle(params, preconditioner)
+        if reason is None:
+            return native
+    other = blocked.obstacle(params, preconditioner)
+    return blocked if other is None else reason or other
 
 
 def _on_cpu(params: Sequence[Tensor]) -> bool:

@@ -43,7 +43,12 @@ def step(params: Sequence[Tensor], number: int, batch: int | None) -> None:
     )
 
 
-@torch.library.custom_op("torchpisa::step", mutates_args=("params",))
+# The schema is spelled out because older versions of torch do not derive it from these types.
+@torch.library.custom_op(
+    "torchpisa::step",
+    mutates_args=("params",),
+    schema="(Tensor(a!)[] params, Tensor[] grads, bool[] reached, int number, int batch) -> ()",
+)
 def _step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

@@ -1,0 +1,239 @@
+"""The local step on a CPU in one pass over memory, by `native.c` and the C compiler at hand.
+
+It is compiled once in a process that needs it, in a fraction of a second, for the processor that
+runs it, and leaves no file behind. Where there is no compiler, `blocked` is the next best.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpisa.kernels import foreach
+from torchpisa.kernels.foreach import consensus, residual_norm
+from torchpisa.kernels.job import LocalJob, Member, state_key
+from torchpisa.preconditioners import Identity, Preconditioner, SecondMoment
+
+__all__ = ["consensus", "local_step", "obstacle", "residual_norm", "supports", "worthwhile"]
+
+# Below this many elements a step is over before it would pay to compile, or to wake threads.
+LEAST = 2**20
+
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
+
+
+class _Row(ctypes.Structure):
+    _fields_ = (
+        ("param", ctypes.c_void_p),
+        ("dual", ctypes.c_void_p),
+        ("moment", ctypes.c_void_p),
+        ("pending", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("correction", ctypes.c_float),
+        ("fresh", ctypes.c_int32),
+    )
+
+
+class _Numbers(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_float)
+            for name in (
+                "ratio",
+                "scale",
+                "grad_factor",
+                "weight_decay",
+                "clip",
+                "keep",
+                "add",
+                "eta",
+                "eps",
+                "dual_decay",
+                "consensus_decay",
+            )
+        ),
+        ("moves", ctypes.c_int32),
+    )
+
+
+def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner) -> str | None:
+    """Why parameters cannot be stepped here; None if they can."""
+    if type(preconditioner) not in (SecondMoment, Identity):
+        return f"on a CPU there is no fused kernel for {type(preconditioner).__name__}"
+    for param in params:
+        if param.dtype != torch.float32:
+            return f"on a CPU parameters must be float32, got {param.dtype}"
+    if _library() is None:
+        return "no C compiler was found (set CC), or it failed"
+    return None
+
+
+def worthwhile(params: Sequence[Tensor]) -> bool:
+    """Whether so many parameters are worth a compilation."""
+    return sum(param.numel() for param in params) >= LEAST
+
+
+def supports(job: LocalJob) -> bool:
+    """Whether `local_step` takes this job, for which there is no `obstacle`."""
+    return job.keep is None and not isinstance(job.sigma, Tensor)
+
+
+@torch.no_grad()
+def local_step(job: LocalJob) -> None:
+    """See `Kernel`. What has no gradient, or one with gaps, is left to `foreach`."""
+    names = _Names.of(job)
+    fitting: list[Member] = []
+    rest: list[Member] = []
+    for member in job.members:
+        (fitting if _fits(member, names) else rest).append(member)
+    if rest:
+        foreach.local_step(replace(job, members=rest))
+    if not fitting:
+        return
+    torch._foreach_add_([member.state[names.step] for member in fitting], 1)
+    rows = (_Row * len(fitting))(*_rows(job, fitting, names))
+    numbers = _numbers(job)
+    step = _library()
+    assert step is not None
+    threads = 1
+    if worthwhile([member.param for member in fitting]):
+        threads = torch.get_num_threads()
+
+    def share(thread: int) -> None:
+        step(rows, len(rows), ctypes.byref(numbers), thread, threads)
+
+    others = [_pool(os.getpid(), threads).submit(share, k) for k in range(1, threads)]
+    share(0)
+    for other in others:
+        other.result()
+    for member in fitting:
+        member.state["arrived"] |= 1 << job.slot
+
+
+class _Names(NamedTuple):
+    """Keys of the state that a job uses; None for what it does not."""
+
+    dual: str
+    step: str
+    moment: str | None
+    pending: str | None
+
+    @classmethod
+    def of(cls, job: LocalJob) -> "_Names":
+        averages = isinstance(job.preconditioner, SecondMoment)
+        return cls(
+            state_key("dual", job.slot),
+            state_key("step", job.slot),
+            state_key("moment", job.slot) if averages else None,
+            "pending" if job.move is None else None,
+        )
+
+
+def _fits(member: Member, names: _Names) -> bool:
+    param, grad, state = member
+    tensors = [param, grad, state[names.dual]]
+    if names.moment is not None:
+        tensors.append(state[names.moment])
+    if names.pending is not None:
+        tensors.append(state[names.pending])
+    for tensor in tensors:
+        if (
+            tensor is None
+            or tensor.dtype != torch.float32
+            or type(tensor) not in (Tensor, torch.nn.Parameter)
+            or not tensor.is_contiguous()
+            or not tensor.is_cpu
+        ):
+            return False
+    return True
+
+
+def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[_Row]:
+    own = job.preconditioner
+    corrects = isinstance(own, SecondMoment) and own.scheme == "adam"
+    for param, grad, state in members:
+        assert grad is not None
+        correction = 1.0
+        if corrects:
+            assert isinstance(own, SecondMoment)
+            correction = (1 - own.beta ** state[names.step].item()) ** -0.5
+        yield _Row(
+            param.data_ptr(),
+            state[names.dual].data_ptr(),
+            state[names.moment].data_ptr() if names.moment is not None else None,
+            state[names.pending].data_ptr() if names.pending is not None else None,
+            grad.data_ptr(),
+            param.numel(),
+            correction,
+            not state["arrived"],
+        )
+
+
+def _numbers(job: LocalJob) -> _Numbers:
+    own = job.preconditioner if isinstance(job.preconditioner, SecondMoment) else SecondMoment()
+    scale, consensus_decay = job.weight, 0.0
+    if job.move is not None:
+        consensus_decay = job.move.consensus_decay
+        scale = float(job.move.lr / (job.move.total_sigma + job.move.lr * consensus_decay))
+    sums = own.scheme == "adagrad"
+    return _Numbers(
+        ratio=float(job.rho / job.sigma),
+        scale=scale,
+        grad_factor=(-1.0 if job.maximize else 1.0)
+        / (1.0 if job.grad_scale is None else job.grad_scale.item()),
+        weight_decay=job.weight_decay,
+        clip=1.0 if job.clip_scale is None else job.clip_scale.item(),
+        keep=1.0 if sums else own.beta,
+        add=1.0 if sums else 1 - own.beta,
+        eta=own.eta,
+        eps=own.eps,
+        dual_decay=job.dual_decay,
+        consensus_decay=consensus_decay,
+        moves=job.move is not None,
+    )
+
+
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads of this process; a fork has none of its parent's."""
+    return ThreadPoolExecutor(threads - 1, "torchpisa")
+
+
+@cache
+def _library() -> Callable[..., None] | None:
+    """The compiled function, or None if there is no compiler or it fails."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return None
+    with (
+        tempfile.TemporaryDirectory(prefix="torchpisa_") as folder,
+        resources.as_file(resources.files("torchpisa.kernels") / "native.c") as source,
+    ):
+        target = Path(folder) / "native.so"
+        command = [compiler, *_FLAGS, "-o", str(target), str(source), "-lm"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            step: Callable[..., None] = ctypes.CDLL(str(target)).torchpisa_local_step
+        except (subprocess.SubprocessError, OSError, AttributeError):
+            return None
+    step.argtypes = [  # type: ignore[attr-defined]
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+    ]
+    step.restype = None  # type: ignore[attr-defined]
+    return step

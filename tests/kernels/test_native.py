@@ -1,0 +1,141 @@
+"""The C kernel equals the plain loop, with any number of threads, and is missed where it is not."""
+
+import math
+import multiprocessing
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.kernels.test_foreach import SHAPES
+from tests.kernels.test_foreach import common as any_settings
+from torchpisa import PISA, SISA
+from torchpisa.kernels import blocked, native
+
+needs_compiler = pytest.mark.skipif(native._library() is None, reason="needs a C compiler")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _for_small_models():
+    """Threads for few elements too."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(native, "LEAST", 1)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def threads():
+    """Set by tests, back to what it was after them."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(cls, tensors, seed, fused, **settings):
+    """20 steps, with gradients that are missing now and then, or not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in tensors]
+    opt = cls(params, fused=fused, foreach=None if fused else False, **settings)
+    for _ in range(20):
+        for p in params:
+            noise = torch.randn(p.shape, generator=generator)
+            chance = torch.rand((), generator=generator)
+            p.grad = None if chance < 0.1 else 0.1 * noise + 0.1 * p.detach()
+            if chance > 0.9:
+                p.grad = torch.stack([p.grad, p.grad], -1)[..., 0]
+        opt.step()
+    return params, opt
+
+
+kinds = st.one_of(
+    st.tuples(st.just(PISA), st.just({})),
+    st.tuples(
+        st.just(SISA),
+        st.fixed_dictionaries(
+            {
+                "scheme": st.sampled_from(["adagrad", "rmsprop", "adam"]),
+                "beta": st.sampled_from([0.9, 0.999]),
+                "eta": st.sampled_from([0.3, math.inf]),
+                "eps": st.sampled_from([0.0, 1e-3]),
+            }
+        ),
+    ),
+)
+tensors = st.lists(st.sampled_from([*SHAPES, (100,), (33, 31)]), min_size=1, max_size=6)
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None)
+@given(kinds, any_settings, tensors, st.integers(1, 4), st.integers(0, 2**16))
+def test_native_equals_loop(threads, kind, common, tensors, count, seed):
+    torch.set_num_threads(count)
+    cls, own = kind
+    slow, one = run(cls, tensors, seed, False, **own, **common)
+    fast, two = run(cls, tensors, seed, True, **own, **common)
+    for p, q in zip(slow, fast, strict=True):
+        scale = float(p.detach().abs().max()) if p.numel() else 0.0
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-6 * max(1.0, scale))
+        assert one.state[p]["arrived"] == two.state[q]["arrived"]
+
+
+@needs_compiler
+def test_any_number_of_threads_gives_the_same_bits(threads):
+    ends = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        params, _ = run(SISA, [(50, 41), (7,)], 0, True)
+        ends.append(torch.cat([p.detach().flatten() for p in params]))
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+def few_steps():
+    """Without torch's own parallel loops, which do not survive a fork."""
+    param = nn.Parameter(torch.ones(2000))
+    opt = SISA([param], fused=True, nonfinite="ignore")
+    for _ in range(3):
+        param.grad = torch.ones(2000)
+        opt.step()
+    return param[-1].item()
+
+
+@needs_compiler
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own(threads):
+    torch.set_num_threads(2)
+    end = few_steps()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=lambda: queue.put(few_steps()))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert queue.get() == end
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", shutil.which("false")])
+def test_without_a_compiler(compiler, monkeypatch):
+    """SISA has another fused kernel; what has none says so when asked for, and does without."""
+    if compiler is None:
+        pytest.skip("there is no program `false`")
+    native._library.cache_clear()
+    monkeypatch.setenv("CC", compiler)
+    try:
+        assert native._library() is None
+        calls = []
+        real = blocked.local_step
+        monkeypatch.setattr(blocked, "local_step", lambda job: (calls.append(1), real(job)))
+        p = nn.Parameter(torch.ones(5))
+        p.grad = torch.ones(5)
+        SISA([p], fused=True).step()
+        SISA([p]).step()
+        assert len(calls) == 2
+        SISA([p], scheme="adagrad").step()
+        with pytest.raises(ValueError, match="fused=True is not possible: no C compiler"):
+            SISA([p], scheme="adagrad", fused=True)
+    finally:
+        native._library.cache_clear()
