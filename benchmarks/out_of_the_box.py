@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 import torchpisa
+from benchmarks import environment
 from benchmarks.tasks import TASKS
 
 STEPS = {"mlp": 2000, "cnn": 2000, "transformer": 3000}
@@ -177,9 +177,8 @@ def main() -> None:
     for task, folder in {"cnn": "mnist", "transformer": "ptb"}.items():
         if task in args.tasks and not (Path(args.data) / folder).is_dir():
             parser.error(f"--data must hold the folder {folder} for {task}, got {args.data}")
-    hardware = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
-    versions = {"torchpisa": torchpisa.__version__, "torch": torch.__version__}
-    header = {"steps": STEPS, "device": hardware, "versions": versions}
+    device = environment.device_name(args.device)
+    header = {"steps": STEPS, "device": device, "versions": environment.versions()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     runs = []
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:

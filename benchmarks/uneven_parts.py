@@ -9,7 +9,6 @@ The defaults for `batches > 1` were chosen from it, on validation.
 import argparse
 import json
 import os
-import platform
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import torchpisa
+from benchmarks import environment
 from benchmarks.tasks import digits_mlp, load_digits_split
 from torchpisa.data import Parts, RoundSampler, split
 
@@ -91,8 +91,8 @@ def main() -> None:
         return
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         runs = [run for runs in pool.map(train, *zip(*GRID, strict=True)) for run in runs]
-    versions = {"torchpisa": torchpisa.__version__, "torch": torch.__version__}
-    header = {"device": platform.machine(), "versions": versions, "gradients": GRADIENTS}
+    device, versions = environment.device_name("cpu"), environment.versions()
+    header = {"device": device, "versions": versions, "gradients": GRADIENTS}
     args.out.write_text(json.dumps({**header, "batch_size": BATCH_SIZE, "runs": runs}) + "\n")
     print(table(runs))
 

@@ -146,7 +146,7 @@ def test_bytes_that_must_move() -> None:
         assert moved[f"torchpisa SISA, {label}"] == rows.ADAMW_BYTES == 28
     assert moved["torchpisa SISA, fused, m=4"] == (24 + 28 + 28 + 28 + 12) / 4
     assert moved["torchpisa SISA, fused, bfloat16 state"] == 20
-    assert moved["torchpisa NSISA, fused"] is None
+    assert moved["torchpisa NSISA, defaults"] is None
 
 
 @needs_muon

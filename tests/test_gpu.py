@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.optim.table import ENTRIES
 from torchpisa import NSISA, SISA
+from torchpisa.kernels import newton_schulz
 
 pytestmark = pytest.mark.gpu
 
@@ -173,3 +174,105 @@ def test_parameters_on_several_devices(foreach):
         ends.append([p.detach().cpu() for p in params])
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("cls", [SISA, NSISA])
+def test_default_does_not_wait_for_the_device(cls, batches):
+    """Although it looks for infinities, and raises when the host hears of them."""
+    model = network().cuda()
+    opt = cls(model.parameters(), batches=batches)
+    train(model, opt, 2 * batches, "cuda")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2 * batches):
+            opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("cls", [SISA, NSISA])
+def test_whole_training_step_in_a_graph(cls):
+    """Forward, backward and step: the gradients live in the graph's own memory. Steps taken beside
+    it, on other gradients, do not disturb the replays."""
+    x = torch.randn(16, 8, device="cuda")
+    y = torch.randint(0, 3, (16,), device="cuda")
+    side = torch.cuda.Stream()
+
+    def step(model, opt):
+        opt.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+
+    eager, graphed = network().cuda(), network().cuda()
+    plain = cls(eager.parameters(), capturable=True)
+    for _ in range(11):
+        step(eager, plain)
+    opt = cls(graphed.parameters(), capturable=True)
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(graphed, opt)
+    torch.cuda.current_stream().wait_stream(side)
+    opt.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        nn.functional.cross_entropy(graphed(x), y).backward()
+        opt.step()
+    for _ in range(4):
+        graph.replay()
+    kept = [p.grad for p in graphed.parameters()]
+    step(graphed, opt)
+    for p, grad in zip(graphed.parameters(), kept, strict=True):
+        p.grad = grad
+    for _ in range(3):
+        graph.replay()
+    torch.testing.assert_close(weights(graphed), weights(eager), rtol=1e-4, atol=1e-5)
+
+
+def peak_of_a_step(opt):
+    for _ in range(2 * opt.batches):
+        opt.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(opt.batches):
+        opt.step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_no_full_size_temporaries(batches, clip):
+    params = [nn.Parameter(torch.randn(1000, 4000, device="cuda")) for _ in range(2)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt = SISA(params, batches=batches, clip=clip, weight_decay=0.1, fused=True)
+    assert peak_of_a_step(opt) <= 0.01 * sum(4 * p.numel() for p in params)
+
+
+def test_temporaries_of_newton_schulz_keep_to_their_bound(monkeypatch):
+    monkeypatch.setattr(newton_schulz, "CHUNK_BYTES", 16 * 2**20)
+    params = [nn.Parameter(torch.randn(512, 2048, device="cuda")) for _ in range(8)]
+    params += [nn.Parameter(torch.randn(2048, 512, device="cuda")) for _ in range(3)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt = NSISA(params, fused=True)
+    assert 8 * 2**20 < peak_of_a_step(opt) <= 16 * 2**20 + 0.01 * sum(4 * p.numel() for p in params)
+
+
+def test_one_launch_for_all_parameters():
+    params = [nn.Parameter(torch.randn(n, device="cuda")) for n in (5, 3000, 64, 1)]
+    opt = SISA(params, fused=True, nonfinite="ignore")
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        opt.step()
+        torch.cuda.synchronize()
+    names = [event.name for event in recorded.events()]
+    assert sum("local_step_kernel" in name for name in names) == 1
+    assert sum("kernel" in name for name in names) == 2  # and the count of steps

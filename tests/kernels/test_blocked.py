@@ -270,6 +270,7 @@ def test_optimizers_use_it_by_default(batches, monkeypatch):
     [
         (lambda p: NSISA([x.detach().reshape(2, 2) for x in p], fused=True), "NewtonSchulz"),
         (lambda p: SISA([x.detach().half() for x in p], fused=True), "torch.float16"),
+        (lambda p: SISA(p, state_dtype=torch.bfloat16, fused=True), "torch.bfloat16"),
     ],
 )
 def test_fused_says_why_it_cannot(make, reason):

@@ -105,9 +105,9 @@ def test_bfloat16_is_as_accurate_as_the_plain_loop(device, shape):
     assert relative(o.double(), exact) <= relative(plain.double(), exact)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_iterate_by_halves(device):
-    pytest.importorskip("triton")
+def test_iterate_by_halves():
+    pytest.importorskip("triton", minversion="3.3")
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # else by Triton's interpreter
     x = torch.randn(2, 20, 40, device=device) / 28
     whole = iterate(x.clone(), 4, halves=False)
     assert relative(iterate(x.clone(), 4, halves=True), whole) < 1e-5

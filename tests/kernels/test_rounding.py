@@ -34,7 +34,7 @@ def test_store_leaves_what_needs_no_rounding():
 @pytest.fixture(params=["loop", "foreach", "fused"])
 def kernel(request, monkeypatch):
     if request.param == "fused":
-        pytest.importorskip("triton")
+        pytest.importorskip("triton", minversion="3.3")
         monkeypatch.setattr(fused, "DEVICES", ["cuda", "cpu"])
         return {"fused": True}
     return {"fused": False, "foreach": request.param == "foreach"}

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.3")
 
 from torchpisa.kernels.triton import symmetric
 from torchpisa.kernels.triton.symmetric import Launch, symmetric_product

@@ -36,7 +36,7 @@ def schedule(opt, k):
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler record function")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # in inductor itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # in inductor itself
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @some
 def test_one_graph_over_a_changing_schedule(entry, backend):

@@ -99,7 +99,8 @@ def _second_moment(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     if own.scheme == "adam":
         corrections = [(1 - own.beta**step) ** 0.5 for step in _steps(job, members)]
     if own.eta < float("inf"):
-        torch._foreach_clamp_max_(roots, [own.eta * c for c in corrections])
+        for root, c in zip(roots, corrections, strict=True):
+            root.clamp_(max=own.eta * c)
     ratio = job.rho / job.sigma
     torch._foreach_mul_(roots, [-ratio / c for c in corrections])
     torch._foreach_add_(roots, -(1 + ratio * own.eps))

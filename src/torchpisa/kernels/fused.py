@@ -24,6 +24,8 @@ __all__ = ["Plan", "Plans", "find", "find_consensus", "obstacle"]
 # Where the kernels run; tests add the CPU, for Triton's interpreter.
 DEVICES = ["cuda"]
 
+# The oldest version whose compiler and interpreter take the kernels.
+_TRITON = (3, 3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What the preconditioner remembers. Identity has nothing; its kernel does not look.
 _MEMORY: dict[type[Preconditioner], str] = {
@@ -187,9 +189,7 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) ->
                 return f"{kind} is not stored row by row"
             if param.numel() >= 2**31:
                 return f"{kind} has more than 2^31 elements"
-    if params and not _triton():
-        return "Triton is not installed"
-    return None
+    return _without_triton() if params else None
 
 
 def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> list[Row]:
@@ -276,5 +276,12 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 @cache
-def _triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _without_triton() -> str | None:
+    """Why Triton cannot be used, or None; it is imported only to be used."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < _TRITON:
+        return f"Triton must be {'.'.join(map(str, _TRITON))} or newer, got {triton.__version__}"
+    return None

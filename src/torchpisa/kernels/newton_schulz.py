@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchpisa.algorithms.nsisa import COEFFICIENTS
 
-__all__ = ["CHUNK_BYTES", "Chunk", "chunks", "fast_dtype", "iterate", "orthogonalize"]
+__all__ = ["CHUNK_BYTES", "Chunk", "chunks", "fast_dtype", "iterate", "orthogonalize", "workspace"]
 
 # Bound on the temporaries of the orthogonalisation; a single matrix that needs more goes alone.
 CHUNK_BYTES = 256 * 2**20
@@ -30,6 +30,8 @@ _HALVED_ROWS = 256
 # On a CPU, rows of a strip for each thread; fewer would leave threads without work.
 _STRIP_ROWS = 128
 
+# x, the next x, the Gram matrix and its polynomial.
+Buffers = tuple[Tensor, Tensor, Tensor, Tensor]
 # One iteration: reads x, writes the next x, the Gram matrix and its polynomial.
 _Step = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
@@ -95,10 +97,30 @@ def _cpu_has_bfloat16() -> bool:
     return any(ask() for ask in asked if ask is not None)
 
 
+def workspace(chunks: Sequence[Chunk], like: Tensor) -> Callable[[Chunk], Buffers]:
+    """Memory for any of `chunks`, allocated once: a function that cuts it up for one of them."""
+    sizes = [2 * len(chunk.indexes) * chunk.n * (chunk.k + chunk.n) for chunk in chunks]
+    memory = like.new_empty(max(sizes, default=0))
+
+    def cut(chunk: Chunk) -> Buffers:
+        c, n, k = len(chunk.indexes), chunk.n, chunk.k
+        x, following, gram, polynomial, _ = memory.split(
+            [c * n * k, c * n * k, c * n * n, c * n * n, len(memory) - 2 * c * n * (k + n)]
+        )
+        return (
+            x.view(c, n, k),
+            following.view(c, n, k),
+            gram.view(c, n, n),
+            polynomial.view(c, n, n),
+        )
+
+    return cut
+
+
 def iterate(
     x: Tensor,
     steps: int,
-    spare: tuple[Tensor, Tensor, Tensor] | None = None,
+    spare: Sequence[Tensor] | None = None,
     *,
     halves: bool | None = None,
 ) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchpisa.kernels.fused import Plan
 from torchpisa.kernels.job import Kernel, Member, real
+from torchpisa.kernels.table import Launch
 from torchpisa.optim.rounds import Group
 
 __all__ = ["Verdict", "Watch", "verdict"]
@@ -93,9 +94,10 @@ def named(params: Sequence[Tensor], groups: Sequence[Group]) -> str:
 
 @dataclass(frozen=True)
 class _Sent:
-    flags: list[Tensor]
+    """Flags under way, and the step that they come from."""
+
+    launches: list[tuple[Launch, list[Member]]]
     copies: list[Tensor]
-    params: list[list[Tensor]]
     event: torch.cuda.Event | None
     where: str
 
@@ -114,21 +116,23 @@ class Watch:
         """Send for the flags of a step over `members` that has just been launched."""
         if self._sent is not None:
             return
-        flags, params = [], []
-        for kernel, own in zip(kernels, members, strict=True):
-            if isinstance(kernel, Plan):
-                for launch in kernel.launches:
-                    flags.append(launch.nonfinite)
-                    params.append([own[number].param for number in launch.order])
+        launches = [
+            (launch, own)
+            for kernel, own in zip(kernels, members, strict=True)
+            if isinstance(kernel, Plan)
+            for launch in kernel.launches
+        ]
         event = None
-        if any(own.is_cuda for own in flags):
+        if any(launch.nonfinite.is_cuda for launch, _ in launches):
             if torch.cuda.is_current_stream_capturing():
                 return
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copies = [own.to("cpu", non_blocking=True, copy=True) for own in flags]
+        copies = [
+            launch.nonfinite.to("cpu", non_blocking=True, copy=True) for launch, _ in launches
+        ]
         if event is not None:
             event.record()
-        self._sent = _Sent(flags, copies, params, event, where)
+        self._sent = _Sent(launches, copies, event, where)
 
     def report(self, name: Callable[[Sequence[Tensor]], str], wait: bool = False) -> None:
         """Raise FloatingPointError if flags have come back set.
@@ -148,16 +152,17 @@ class Watch:
             elif not sent.event.query():  # type: ignore[no-untyped-call]
                 return
         self._sent = None
+        if not any(copy.any() for copy in sent.copies):
+            return
         bad = []
-        for copy, params in zip(sent.copies, sent.params, strict=True):
-            bad += [param for param, flag in zip(params, copy.tolist(), strict=True) if flag]
-        if bad:
-            for flags in sent.flags:
-                flags.zero_()
-            raise FloatingPointError(
-                f"non-finite gradient in {sent.where}: {name(bad)}. Those entries were left out, "
-                "the others were stepped; nonfinite='skip' leaves such batches out"
-            )
+        for (launch, members), copy in zip(sent.launches, sent.copies, strict=True):
+            flags = zip(launch.order, copy.tolist(), strict=True)
+            bad += [members[number].param for number, flag in flags if flag]
+            launch.nonfinite.zero_()
+        raise FloatingPointError(
+            f"non-finite gradient in {sent.where}: {name(bad)}. Those entries were left out, the "
+            "others were stepped; nonfinite='skip' leaves such batches out"
+        )
 
 
 def _gradients(members: Sequence[list[Member]]) -> list[Tensor]:

@@ -50,6 +50,8 @@ def check_fused(group: Group, preconditioner: Preconditioner) -> None:
     if _on_cpu(params):
         found = _cpu_kernel(params, preconditioner, insist=True)
         reason = found if isinstance(found, str) else None
+        if group["state_dtype"] not in (None, *(param.dtype for param in params)):
+            reason = f"on a CPU state must be of its parameter's dtype, got {group['state_dtype']}"
     else:
         reason = fused.obstacle(params, preconditioner)
     if reason is not None:

@@ -145,16 +145,18 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
     flags = _finish_flags(job, launch, on_device)
     del dtypes["GRAD_DTYPE"]
     first = 0
+    dtype = own.dtype or torch.float32
+    cut = newton_schulz.workspace(launch.chunks, torch.empty(0, dtype=dtype, device=device))
     for chunk in launch.chunks:
         n, k, count = chunk.n, chunk.k, len(chunk.indexes)
         grid = (triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE), count)
-        x = torch.empty(count, n, k, dtype=own.dtype or torch.float32, device=device)
+        x, *spare = cut(chunk)
         orthogonal.gather_kernel[grid](
             launch.table, launch.tall, peaks, norms, x, first, n, k, grad_scale, job.weight_decay,
             own.momentum, **gradient, **search, **dtypes,
             GRAD_DTYPE=_DTYPES[launch.kind.grad], TILE=_TILE, num_warps=8,
         )  # fmt: skip
-        o = newton_schulz.iterate(x, own.ns_steps)
+        o = newton_schulz.iterate(x, own.ns_steps, spare)
         aspect = own.scale(k, n)
         orthogonal.tail_kernel[grid](
             launch.table, launch.tall, launch.numbers, o, first, n, k, aspect, keep, seed,

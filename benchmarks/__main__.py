@@ -1,0 +1,18 @@
+"""Commands with several models, devices and files: `python -m benchmarks step --help`."""
+
+import sys
+
+from benchmarks import step, step_figure
+
+COMMANDS = {"step": step.main, "figure": step_figure.main}
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in COMMANDS:
+        sys.exit(f"usage: python -m benchmarks {{{','.join(COMMANDS)}}} ...")
+    COMMANDS[name](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The optimizers whose step is timed: ours, torch's, and how one is made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+__all__ = ["ADAMW_BYTES", "LR", "OWN", "REFERENCES", "Named", "Row", "find_class", "plain"]
+
+Named = list[tuple[str, Parameter]]
+
+# So small that the parameters stay where they are for thousands of steps with one gradient.
+LR = 1e-6
+
+EVERYTHING = ("embedding", "matrix", "kernel", "head", "vector")
+MATRICES = ("matrix",)
+KERNELS = ("matrix", "kernel")  # of those that flatten convolutions
+
+ADAMW_BYTES = 28.0  # read w, g, m, v; write w, m, v
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer with its settings.
+
+    Attributes:
+        library: module that has it.
+        optimizer: name of the class.
+        label: what tells rows of one class apart.
+        settings: arguments besides the parameters and lr.
+        kinds: the kinds of parameters it is given.
+        period: steps after which its work repeats; their mean is what counts.
+        moved: bytes per parameter that a step must read and write, if it is elementwise.
+        compiles: whether it compiles itself, and can do without.
+        note: what a reader of the row should know.
+        make: makes the optimizer.
+    """
+
+    library: str
+    optimizer: str
+    label: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = EVERYTHING
+    period: int = 1
+    moved: float | None = None
+    compiles: bool = False
+    note: str = ""
+    make: "Callable[[Row, Named, bool], torch.optim.Optimizer]" = lambda *given: plain(*given)
+
+    @property
+    def name(self) -> str:
+        """Such as `torchpisa SISA, fused`."""
+        library = self.library.removesuffix(".optim")
+        return f"{library} {self.optimizer}" + (f", {self.label}" if self.label else "")
+
+    @property
+    def matrices_only(self) -> bool:
+        """Whether embeddings and vectors are left out."""
+        return self.kinds != EVERYTHING
+
+
+class AbsentError(Exception):
+    """The library is not installed, or has no such optimizer of its own."""
+
+
+def find_class(row: Row) -> Any:
+    """The optimizer's class; AbsentError says why there is none."""
+    try:
+        module = import_module(row.library)
+    except ModuleNotFoundError as error:
+        if error.name != row.library:
+            raise
+        raise AbsentError(f"{row.library} is not installed") from None
+    found = getattr(module, row.optimizer, None)
+    if found is None:
+        raise AbsentError(f"{row.library} has no {row.optimizer}")
+    if found.__module__.startswith("torch.") and row.library != "torch.optim":
+        raise AbsentError(f"{row.library}.{row.optimizer} is torch.optim's")
+    return found
+
+
+def plain(row: Row, named: Named, compiled: bool = True) -> torch.optim.Optimizer:
+    """An optimizer of parameters, lr and settings."""
+    optimizer: torch.optim.Optimizer = find_class(row)(
+        [param for _, param in named], lr=LR, **row.settings
+    )
+    return optimizer
+
+
+def _sisa_bytes(batches: int = 1, state: int = 4) -> float:
+    """Mean over a round of what a step reads and writes per float32 parameter.
+
+    Always read g, dual and moment, write dual and moment. With one batch, read and write w. With
+    several, write their sum, and read it but for the first; the last then reads it again for w.
+    """
+    local = 4 + 4 * state
+    if batches == 1:
+        return local + 8
+    return local + (state + (batches - 1) * 2 * state + state + 8) / batches
+
+
+# AdamW does not look for infinities, so what is compared with it does not either.
+_ALIKE = {"nonfinite": "ignore"}
+_FUSED = {"fused": True, **_ALIKE}
+_FOREACH = {"fused": False, "foreach": True, **_ALIKE}
+
+
+def _sisa(label: str, settings: dict[str, Any], moved: float, period: int = 1) -> Row:
+    return Row("torchpisa", "SISA", label, settings, period=period, moved=moved)
+
+
+# Everybody is measured beside these.
+REFERENCES = [
+    Row("torch.optim", "AdamW", "fused", {"fused": True}, moved=ADAMW_BYTES),
+    Row("torch.optim", "AdamW", "foreach", {"foreach": True}, moved=ADAMW_BYTES),
+    Row("torch.optim", "Muon", kinds=MATRICES),
+]
+
+# In sets that fit into memory together.
+OWN = [
+    [
+        _sisa("fused", _FUSED, _sisa_bytes()),
+        _sisa("foreach", _FOREACH, _sisa_bytes()),
+        _sisa("defaults", {}, _sisa_bytes()),
+    ],
+    [
+        _sisa("fused, m=4", {"batches": 4, **_FUSED}, _sisa_bytes(4), period=4),
+        _sisa(
+            "fused, bfloat16 state", {"state_dtype": torch.bfloat16, **_FUSED}, _sisa_bytes(1, 2)
+        ),
+    ],
+    [
+        Row("torchpisa", "NSISA", "defaults", {}, KERNELS),
+        Row("torchpisa", "NSISA", "foreach", _FOREACH, KERNELS),
+    ],
+]

@@ -1,0 +1,209 @@
+"""Markdown tables and pictures from saved results of `python -m benchmarks step`.
+
+    python -m benchmarks figure docs/results/step_*.json
+
+One file per model and device. Beside the first of them it writes `step.md`, which the page on speed
+includes, and a picture per device, which `step.md` shows.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import MODELS
+from benchmarks.step import REFERENCES
+
+__all__ = ["draw", "main", "markdown"]
+
+ADAMW, _, MUON = REFERENCES
+OURS, OTHERS, INK = "#2b83ba", "#9b9b9b", "#808080"  # readable on white and on black
+Result = dict[str, Any]
+
+
+def markdown(results: list[Result], picture: str) -> str:
+    """Tables of the results of one device: a column per model."""
+    first = results[0]
+    config, hardware, versions = first["config"], first["hardware"], first["versions"]
+    speeds = ", ".join(f"{r['config']['model']} {r['copy_gb_per_s']:,.0f}" for r in results)
+    where = hardware["gpu"] or f"{hardware['cpu']}, {config['threads']} threads"
+    others = ", ".join(f"{name} {version}" for name, version in versions.items())
+    everything = [name for name in measured(results) if not matrices_only(results, name)]
+    matrices = [name for name in measured(results) if matrices_only(results, name)]
+    parts = [
+        f"### {where}",
+        f"Float32, {others}. A copy moves, in GB/s, {speeds}.",
+        f"![Step time relative to AdamW fused, {where}]({picture})",
+        f"All parameters: milliseconds per step, and in brackets the ratio to {ADAMW}.",
+        times(results, everything, ADAMW),
+    ]
+    moving = [n for n in everything if any(r.get("copy_share") for r in found(results, n))]
+    parts += [
+        "Bytes that the step must read and write, in % of what a copy moves in that time.",
+        grid(results, moving, lambda row: f"{100 * row['copy_share']:.0f}"),
+    ]
+    if matrices:
+        parts += [
+            "Hidden matrices and convolution kernels only: milliseconds per step, and in brackets "
+            f"the ratio to {MUON}.",
+            times(results, matrices, MUON),
+        ]
+    remarks = notes(results)
+    if remarks:
+        parts.append("\n".join(remarks))
+    return "\n\n".join(parts) + "\n"
+
+
+def measured(results: list[Result]) -> list[str]:
+    """Names of the rows that have a time for some model, in the order of the results."""
+    rows = [row for result in results for row in result["rows"]]
+    return list(dict.fromkeys(row["name"] for row in rows if row["error"] is None))
+
+
+def found(results: Iterable[Result], name: str) -> list[dict[str, Any]]:
+    """The rows with a name."""
+    return [row for result in results for row in result["rows"] if row["name"] == name]
+
+
+def matrices_only(results: list[Result], name: str) -> bool:
+    """Whether a row leaves embeddings and vectors out."""
+    return "vector" not in found(results, name)[0]["kinds"]
+
+
+def times(results: list[Result], of: list[str], reference: str) -> str:
+    """Times with ratios, and what does not depend on the device much: memory."""
+
+    def cell(row: dict[str, Any]) -> str:
+        ratio = row["ratios"].get(reference)
+        return f"{row['ms']:.3g}" + ("" if ratio is None else f" ({ratio:.2f})")
+
+    def extent(key: str) -> dict[str, str]:
+        cells = {}
+        for name in of:
+            values = [row[key] for row in found(results, name) if row["error"] is None]
+            ends = (min(values), max(values)) if values else ()
+            cells[name] = " to ".join(dict.fromkeys(f"{end:.1f}" for end in ends)) or "–"
+        return cells
+
+    more = {
+        "state, bytes per parameter": extent("state_bytes_per_parameter"),
+        "temporaries, of the parameters' bytes": extent("temporary_share"),
+    }
+    return grid(results, of, cell, more)
+
+
+def grid(
+    results: list[Result],
+    of: list[str],
+    cell: Any,
+    more: dict[str, dict[str, str]] | None = None,
+) -> str:
+    """A Markdown table: rows by name, a column per model, and `more` columns."""
+    more = more or {}
+    heads = ["", *(result["config"]["model"] for result in results), *more]
+    lines = [f"| {' | '.join(heads)} |", "|---" + "|--:" * (len(heads) - 1) + "|"]
+    for name in of:
+        cells = []
+        for result in results:
+            rows = [row for row in found([result], name) if row["error"] is None]
+            cells.append(cell(rows[0]) if rows else "–")
+        cells += [column[name] for column in more.values()]
+        shown = f"**{name}**" if name.startswith("torchpisa") else name
+        lines.append(f"| {' | '.join([shown, *cells])} |")
+    return "\n".join(lines)
+
+
+def notes(results: list[Result]) -> list[str]:
+    """A list of what failed or needs saying, each thing once."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for row in result["rows"]:
+            for text in (row["note"], row["error"]):
+                if text:
+                    said.setdefault((row["name"], text), []).append(result["config"]["model"])
+    lines = []
+    for (name, text), models in said.items():
+        where = "" if len(models) == len(results) else f" ({', '.join(models)})"
+        lines.append(f"- {name}{where}: {text}")
+    return lines
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Bars from 1, the time of AdamW fused: to the left is faster. One panel per model."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    shown = [name for name in measured(results) if name != ADAMW]
+    shown.sort(key=lambda name: matrices_only(results, name))
+    labels = [f"{name} *" if matrices_only(results, name) else name for name in shown]
+    columns = min(3, len(results))
+    lines = -(-len(results) // columns)
+    size = (1.6 + 3.1 * columns, lines * (0.9 + 0.24 * len(shown)))
+    # Glyphs as text, no date and fixed ids: small, and the same bytes for the same results.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "step", "font.size": 8, "text.color": INK}
+    settings |= {f"{part}.color": INK for part in ("xtick", "ytick")}
+    settings |= {"axes.edgecolor": INK, "axes.labelcolor": INK, "axes.titlecolor": INK}
+    with matplotlib.rc_context(settings):
+        figure = Figure(size, layout="constrained")
+        panels = figure.subplots(lines, columns, sharey=True, sharex=True, squeeze=False)
+        for axes, result in zip(panels.flat, results, strict=False):
+            panel(axes, result, shown)
+            axes.set_yticks(range(len(shown)), labels)
+        for axes in list(panels.flat)[len(results) :]:
+            axes.set_visible(False)
+        figure.supxlabel("step time / AdamW fused, logarithmic; * hidden matrices only", fontsize=8)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def panel(axes: Any, result: Result, shown: list[str]) -> None:
+    """The bars of one model; a row without a time is left empty."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_xscale("log")
+    for place, name in enumerate(shown):
+        rows = [row for row in found([result], name) if ADAMW in row.get("ratios", ())]
+        if not rows:
+            continue
+        ratio = rows[0]["ratios"][ADAMW]
+        colour = OURS if name.startswith("torchpisa") else OTHERS
+        axes.barh(place, ratio - 1, left=1, color=colour, height=0.7)
+        text = f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+        offset = {"xytext": (3, 0), "textcoords": "offset points"}
+        axes.annotate(text, (max(ratio, 1), place), va="center", fontsize=7, **offset)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.axvline(1, color=INK, lw=0.8)
+    millions = result["config"]["parameters"] / 1e6
+    axes.set_title(f"{result['config']['model']}, {millions:,.0f}M parameters")
+    axes.margins(x=0.2)  # for the numbers
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks figure", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    parser.add_argument("--out", type=Path, help="folder; by default that of the first file")
+    args = parser.parse_args(argv)
+    missing = [str(path) for path in args.files if not path.is_file()]
+    if missing:
+        parser.error(f"files must be written by step --save, got {', '.join(missing)}")
+    folder = args.out or args.files[0].parent
+    order = list(MODELS)
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in args.files]
+    results.sort(key=lambda result: order.index(result["config"]["model"]))
+    texts = []
+    for device in ("cuda", "cpu"):
+        own = [result for result in results if result["config"]["device"] == device]
+        if own:
+            picture = folder / f"step_{device}.svg"
+            draw(own, picture)
+            texts.append(markdown(own, f"results/{picture.name}"))
+            print(picture)
+    (folder / "step.md").write_text("\n".join(texts), encoding="utf-8")
+    print(folder / "step.md")
