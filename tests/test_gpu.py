@@ -276,3 +276,18 @@ def test_one_launch_for_all_parameters():
     names = [event.name for event in recorded.events()]
     assert sum("local_step_kernel" in name for name in names) == 1
     assert sum("kernel" in name for name in names) == 2  # and the count of steps
+
+
+@pytest.mark.parametrize("eta", [0.5, float("inf")])
+def test_batches_that_miss_a_parameter(eta):
+    """They count with gradient zero, beside fused kernels, whose counters are on the device."""
+    ends = []
+    for device in ("cpu", "cuda"):
+        params = [nn.Parameter(torch.ones(5, device=device)) for _ in range(2)]
+        opt = SISA(params, batches=2, eta=eta)
+        for k in range(8):
+            params[0].grad = torch.full_like(params[0], 0.1 * k)
+            params[1].grad = torch.full_like(params[1], 1.0) if k % 2 else None
+            opt.step()
+        ends.append(torch.cat([p.detach().cpu() for p in params]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-6)

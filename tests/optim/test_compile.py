@@ -35,8 +35,7 @@ def schedule(opt, k):
         group["rho"] = [rho + k for rho in group["rho"]]
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler record function")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # in inductor itself
+@pytest.mark.filterwarnings("ignore")  # the compilers warn of what they do themselves
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @some
 def test_one_graph_over_a_changing_schedule(entry, backend):

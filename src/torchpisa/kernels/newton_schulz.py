@@ -104,9 +104,8 @@ def workspace(chunks: Sequence[Chunk], like: Tensor) -> Callable[[Chunk], Buffer
 
     def cut(chunk: Chunk) -> Buffers:
         c, n, k = len(chunk.indexes), chunk.n, chunk.k
-        x, following, gram, polynomial, _ = memory.split(
-            [c * n * k, c * n * k, c * n * n, c * n * n, len(memory) - 2 * c * n * (k + n)]
-        )
+        sizes = [c * n * k, c * n * k, c * n * n, c * n * n]
+        x, following, gram, polynomial = torch.split(memory[: sum(sizes)], sizes)
         return (
             x.view(c, n, k),
             following.view(c, n, k),

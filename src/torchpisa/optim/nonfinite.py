@@ -123,13 +123,12 @@ class Watch:
             for launch in kernel.launches
         ]
         event = None
-        if any(launch.nonfinite.is_cuda for launch, _ in launches):
+        if any(launch.kind.device.type == "cuda" for launch, _ in launches):
             if torch.cuda.is_current_stream_capturing():
                 return
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copies = [
-            launch.nonfinite.to("cpu", non_blocking=True, copy=True) for launch, _ in launches
-        ]
+        flags = [launch.nonfinite for launch, _ in launches]
+        copies = [own.to("cpu", non_blocking=True, copy=True) for own in flags]
         if event is not None:
             event.record()
         self._sent = _Sent(launches, copies, event, where)
