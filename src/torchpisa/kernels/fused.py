@@ -141,6 +141,8 @@ def find(
         shapes = [(param.size(0), param.numel() // param.size(0)) for param in params]
         matrices = Matrices(shapes, (preconditioner.dtype or torch.float32).itemsize)
     plan = plans[key] = _settled(plan, rows, glance, matrices)
+    for launch in plan.launches:
+        launch.steps = [members[number].state[keys[2]] for number in launch.order]
     plan.copies = copies
     return plan
 

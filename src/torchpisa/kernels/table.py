@@ -52,8 +52,9 @@ class Launch:
         table: a row of addresses, size and first block per parameter.
         tensor_of: the parameter of each block.
         first_block: the first block of each parameter and, at the end, the number of blocks.
-        numbers: a number per parameter that depends on its step.
         nonfinite: a flag per parameter, set where a gradient is not finite.
+        seen: host memory for a copy of the flags.
+        steps: counters of the parameters.
         aligned: whether all addresses are multiples of 16.
         chunks: for matrices, the batches that are orthogonalised together.
         tall: for matrices, which of them have more rows than columns.
@@ -65,9 +66,10 @@ class Launch:
     table: Tensor
     tensor_of: Tensor
     first_block: Tensor
-    numbers: Tensor
     nonfinite: Tensor
+    seen: Tensor
     aligned: bool
+    steps: list[Tensor] = field(default_factory=list)
     chunks: list[newton_schulz.Chunk] = field(default_factory=list)
     tall: Tensor | None = None
 
@@ -128,8 +130,8 @@ def _launch(
         table=send(values, torch.int64),
         tensor_of=send(torch.arange(len(order)).repeat_interleave(counts), torch.int32),
         first_block=send(first_block, torch.int32),
-        numbers=torch.empty(len(order), device=kind.device),
         nonfinite=torch.zeros(len(order), dtype=torch.int32, device=kind.device),
+        seen=_pinned([0] * len(order), torch.int32, kind.device),
         aligned=_aligned(values),
         chunks=chunks,
         tall=tall,

@@ -97,8 +97,7 @@ class _Sent:
     """Flags under way, and the step that they come from."""
 
     launches: list[tuple[Launch, list[Member]]]
-    copies: list[Tensor]
-    event: torch.cuda.Event | None
+    on_gpu: bool
     where: str
 
 
@@ -111,6 +110,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._sent: _Sent | None = None
+        self._event: torch.cuda.Event | None = None
 
     def note(self, kernels: Sequence[Kernel], members: Sequence[list[Member]], where: str) -> None:
         """Send for the flags of a step over `members` that has just been launched."""
@@ -122,16 +122,16 @@ class Watch:
             if isinstance(kernel, Plan)
             for launch in kernel.launches
         ]
-        event = None
-        if any(launch.kind.device.type == "cuda" for launch, _ in launches):
-            if torch.cuda.is_current_stream_capturing():
-                return
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        flags = [launch.nonfinite for launch, _ in launches]
-        copies = [own.to("cpu", non_blocking=True, copy=True) for own in flags]
-        if event is not None:
-            event.record()
-        self._sent = _Sent(launches, copies, event, where)
+        on_gpu = any(launch.kind.device.type == "cuda" for launch, _ in launches)
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return
+        for launch, _ in launches:
+            launch.seen.copy_(launch.nonfinite, non_blocking=True)
+        if on_gpu:
+            if self._event is None:
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        self._sent = _Sent(launches, on_gpu, where)
 
     def report(self, name: Callable[[Sequence[Tensor]], str], wait: bool = False) -> None:
         """Raise FloatingPointError if flags have come back set.
@@ -143,19 +143,20 @@ class Watch:
         sent = self._sent
         if sent is None:
             return
-        if sent.event is not None:
+        if sent.on_gpu:
+            assert self._event is not None
             if torch.cuda.is_current_stream_capturing():
                 return
             if wait:
-                sent.event.synchronize()
-            elif not sent.event.query():  # type: ignore[no-untyped-call]
+                self._event.synchronize()
+            elif not self._event.query():  # type: ignore[no-untyped-call]
                 return
         self._sent = None
-        if not any(copy.any() for copy in sent.copies):
+        if not any(launch.seen.any() for launch, _ in sent.launches):
             return
         bad = []
-        for (launch, members), copy in zip(sent.launches, sent.copies, strict=True):
-            flags = zip(launch.order, copy.tolist(), strict=True)
+        for launch, members in sent.launches:
+            flags = zip(launch.order, launch.seen.tolist(), strict=True)
             bad += [members[number].param for number, flag in flags if flag]
             launch.nonfinite.zero_()
         raise FloatingPointError(

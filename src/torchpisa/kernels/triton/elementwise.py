@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from torchpisa.kernels.triton.memory import (
-    COLUMNS,
     DUAL,
     GRAD,
     MEMORY,
@@ -23,8 +22,8 @@ from torchpisa.kernels.triton.memory import (
 )
 
 __all__ = [
+    "bias",
     "consensus_kernel",
-    "count_kernel",
     "find_nonfinite",
     "finish",
     "local_step_kernel",
@@ -34,37 +33,18 @@ __all__ = [
 
 
 @triton.jit
-def count_kernel(
-    table,
-    numbers,
-    keep,
-    tensors,
-    log_base,
-    POWER: tl.constexpr,
-    CORRECTION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Count the step of every parameter and store what depends on its number.
+def bias(table, tensor, log_beta):
+    """1 - beta^step, by which Scheme III is corrected, without cancellation.
 
-    That is base^step (`POWER`), or the root of 1 - base^step by which Scheme III is corrected
-    (`CORRECTION`); in float64, where 1 - base^step does not cancel.
+    A batch that has been skipped from the start has no step to correct for; it counts as one.
     """
-    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = tensor < tensors
-    where = tl.load(table + tensor * COLUMNS + STEP, mask=mask, other=0)
-    where = where.to(tl.pointer_type(tl.float32))
-    step = tl.load(where, mask=mask, other=0.0)
-    if keep is not None:
-        step += tl.load(keep).to(tl.float32)
-    else:
-        step += 1
-    tl.store(where, step, mask=mask)
-    if POWER or CORRECTION:
-        # A batch that has been skipped from the start has no step to correct for.
-        number = tl.exp(tl.maximum(step, 1).to(tl.float64) * log_base)
-        if CORRECTION:
-            number = tl.sqrt(1 - number)
-        tl.store(numbers + tensor, number.to(tl.float32), mask=mask)
+    counter = address(table, tensor, STEP, tl.float32, False)
+    x = tl.maximum(tl.load(counter), 1.0) * log_beta
+    # The series of 1 - exp(x), nested; at x = -1/2 the next term is below 1e-8.
+    series = 1.0 + x / 8.0
+    for k in tl.static_range(7, 1, -1):
+        series = 1.0 + x / k * series
+    return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
 
 
 @triton.jit
@@ -215,7 +195,6 @@ def _local_step(
 def local_step_kernel(
     table,
     tensor_of,
-    corrections,
     nonfinite,
     keep,
     grad_scale,
@@ -228,6 +207,7 @@ def local_step_kernel(
     dual_decay,
     beta,
     complement,
+    log_beta,
     eta,
     eps,
     consensus_decay,
@@ -259,7 +239,7 @@ def local_step_kernel(
     pendings = address(table, tensor, PENDING, STATE_DTYPE, ALIGNED) + start
     correction = 1.0
     if SCHEME == "adam":
-        correction = tl.load(corrections + tensor)
+        correction = tl.sqrt(bias(table, tensor, log_beta))
     if ON_DEVICE:
         ratio = tl.load(ratio)
         scale = tl.load(scale)

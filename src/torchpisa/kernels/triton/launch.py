@@ -17,10 +17,8 @@ from torchpisa.preconditioners import NewtonSchulz, SecondMoment
 
 __all__ = ["any_nonfinite", "consensus", "local_step", "residual_norm"]
 
-# Side of a square tile of a matrix, and parameters per program where a step is counted.
+# Side of a square tile of a matrix.
 _TILE = 64
-_COUNTED = 256
-WARPS = 4
 
 _DTYPES = {
     torch.float32: tl.float32,
@@ -91,12 +89,11 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
     settings = own if isinstance(own, SecondMoment) else SecondMoment()
     scheme = own.scheme if isinstance(own, SecondMoment) else "identity"
     keep = _here(job.keep, launch)
-    _count(launch, keep, settings.beta, correction=scheme == "adam")
+    _count(launch, keep)
     numbers, on_device = _numbers(launch, job.rho / job.sigma, _scale(job.move))
     elementwise.local_step_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
-        launch.numbers,
         launch.nonfinite,
         keep,
         _here(job.grad_scale, launch),
@@ -108,6 +105,7 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
         job.dual_decay,
         settings.beta,
         1 - settings.beta,
+        math.log(settings.beta),
         settings.eta,
         settings.eps,
         job.move.consensus_decay if job.move else 0.0,
@@ -118,7 +116,6 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
         **_finish_flags(job, launch, on_device),
         **_dtypes(launch),
         BLOCK=BLOCK,
-        num_warps=WARPS,
     )
 
 
@@ -127,7 +124,7 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
     tensors = len(launch.order)
     keep, grad_scale = _here(job.keep, launch), _here(job.grad_scale, launch)
     seed = _seed(job.stochastic_rounding, launch)
-    _count(launch, keep, own.perturbation, power=True)
+    _count(launch, keep)
     largest, squares = torch.empty(2, launch.blocks, device=device)
     peaks, norms = torch.empty(2, tensors, device=device)
     gradient = _gradient_flags(job)
@@ -144,6 +141,7 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
     numbers, on_device = _numbers(launch, job.rho / job.sigma, _scale(job.move))
     flags = _finish_flags(job, launch, on_device)
     del dtypes["GRAD_DTYPE"]
+    log_perturbation = math.log(own.perturbation) if own.perturbation else -math.inf
     first = 0
     dtype = own.dtype or torch.float32
     cut = newton_schulz.workspace(launch.chunks, torch.empty(0, dtype=dtype, device=device))
@@ -157,34 +155,17 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
             GRAD_DTYPE=_DTYPES[launch.kind.grad], TILE=_TILE, num_warps=8,
         )  # fmt: skip
         o = newton_schulz.iterate(x, own.ns_steps, spare)
-        aspect = own.scale(k, n)
         orthogonal.tail_kernel[grid](
-            launch.table, launch.tall, launch.numbers, o, first, n, k, aspect, keep, seed,
+            launch.table, launch.tall, o, first, n, k, own.scale(k, n), log_perturbation, keep, seed,
             *numbers, job.weight, job.dual_decay, job.move.consensus_decay if job.move else 0.0,
             **flags, **dtypes, TILE=_TILE, num_warps=8,
         )  # fmt: skip
         first += count
 
 
-def _count(
-    launch: Launch,
-    keep: Tensor | None,
-    base: float,
-    *,
-    power: bool = False,
-    correction: bool = False,
-) -> None:
-    tensors = len(launch.order)
-    elementwise.count_kernel[(triton.cdiv(tensors, _COUNTED),)](
-        launch.table,
-        launch.numbers,
-        keep,
-        tensors,
-        math.log(base) if base else -math.inf,
-        POWER=power,
-        CORRECTION=correction,
-        BLOCK=_COUNTED,
-    )
+def _count(launch: Launch, keep: Tensor | None) -> None:
+    """Count the step of every parameter, if the batch takes part."""
+    torch._foreach_add_(launch.steps, 1 if keep is None else keep.float())
 
 
 def _scale(move: Move | None) -> Scalar:

@@ -15,6 +15,7 @@ from torchpisa.kernels.triton.memory import (
     MEMORY,
     PARAM,
     PENDING,
+    STEP,
     address,
     gradient,
     read,
@@ -287,12 +288,12 @@ def _tail(
 def tail_kernel(
     table,
     tall,
-    perturbations,
     x,
     first,
     n,
     k,
     aspect,
+    log_perturbation,
     keep,
     seed,
     ratio,
@@ -319,7 +320,8 @@ def tail_kernel(
     if ON_DEVICE:
         ratio = tl.load(ratio)
         scale = tl.load(scale)
-    perturbation = tl.load(perturbations + tensor)
+    counter = address(table, tensor, STEP, tl.float32, False)
+    perturbation = tl.exp(tl.maximum(tl.load(counter), 1.0) * log_perturbation)
     here = x + batch.to(tl.int64) * n * k + i[:, None] * k + j[None, :]
     o = tl.load(here, mask=(i[:, None] < n) & (j[None, :] < k), other=0.0).to(tl.float32)
     if tl.load(tall + tensor):
