@@ -213,19 +213,21 @@ class ConsensusOptimizer(Optimizer):
 
     def _members(self, group: Group) -> list[Member]:
         members = []
+        states, dense = self.state, torch.strided
         for param in group["params"]:
             grad = param.grad
-            if grad is not None and grad.layout != torch.strided:
+            if grad is not None and grad.layout is not dense:
                 raise ValueError(
                     f"gradients must be dense, got {grad.layout} for a parameter of shape "
                     f"{tuple(param.shape)}; give nn.Embedding sparse=False"
                 )
-            state = self.state.get(param)
+            state = states.get(param)
             if state is None:
                 if grad is None:
                     continue
                 state = self._init_state(param, group)
-            if state["dual.0"].device != param.device:
+            # Numbers of devices, -1 for the CPU, are had for less than devices.
+            if state["dual.0"].get_device() != param.get_device():
                 _move_state(state, param.device)
             members.append(Member(param, grad, state))
         return members

@@ -156,16 +156,20 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
         )  # fmt: skip
         o = newton_schulz.iterate(x, own.ns_steps, spare)
         orthogonal.tail_kernel[grid](
-            launch.table, launch.tall, o, first, n, k, own.scale(k, n), log_perturbation, keep, seed,
-            *numbers, job.weight, job.dual_decay, job.move.consensus_decay if job.move else 0.0,
-            **flags, **dtypes, TILE=_TILE, num_warps=8,
+            launch.table, launch.tall, o, first, n, k, own.scale(k, n), log_perturbation, keep,
+            seed, *numbers, job.weight, job.dual_decay,
+            job.move.consensus_decay if job.move else 0.0, **flags, **dtypes, TILE=_TILE,
+            num_warps=8,
         )  # fmt: skip
         first += count
 
 
 def _count(launch: Launch, keep: Tensor | None) -> None:
     """Count the step of every parameter, if the batch takes part."""
-    torch._foreach_add_(launch.steps, 1 if keep is None else keep.float())
+    if keep is None:
+        torch._foreach_add_(launch.steps, 1)
+    else:  # a list, because for a single tensor the host would wait to know its value
+        torch._foreach_add_(launch.steps, [keep.float()] * len(launch.steps))
 
 
 def _scale(move: Move | None) -> Scalar:
