@@ -125,10 +125,12 @@ def find(
         return reason
     for param, grad, state in members:
         assert grad is not None
-        own = {name: state[name] for name in (*keys[:2], "pending") if name in state}
-        if grad.dtype not in _DTYPES or any(value.dtype not in _DTYPES for value in own.values()):
-            return f"dtypes must be among {_DTYPES}, got a gradient of {grad.dtype}"
-        if any(value.stride() != param.stride() for value in own.values()):
+        own = [state[name] for name in (*keys[:2], "pending") if name in state]
+        for tensor in (grad, *own):
+            if tensor.dtype not in _DTYPES:
+                kind = "gradient" if tensor is grad else "state"
+                return f"a {kind} is of {tensor.dtype}, not float32, bfloat16 or float16"
+        if any(tensor.stride() != param.stride() for tensor in own):
             return "state is laid out in another way than its parameter"
         # Where the kernels can count, for good; elsewhere it would have to be sent every time.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)

@@ -6,6 +6,7 @@ runs it, and leaves no file behind. Where there is no compiler, `blocked` is the
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -87,7 +88,7 @@ def worthwhile(params: Sequence[Tensor]) -> bool:
 
 def supports(job: LocalJob) -> bool:
     """Whether `local_step` takes this job, for which there is no `obstacle`."""
-    return job.keep is None and not isinstance(job.sigma, Tensor)
+    return job.keep is None and not isinstance(job.sigma, Tensor) and not isinstance(job.rho, Tensor)
 
 
 @torch.no_grad()
@@ -214,15 +215,15 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 @cache
 def _library() -> Callable[..., None] | None:
     """The compiled function, or None if there is no compiler or it fails."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not compiler or shutil.which(compiler[0]) is None:
         return None
     with (
         tempfile.TemporaryDirectory(prefix="torchpisa_") as folder,
         resources.as_file(resources.files("torchpisa.kernels") / "native.c") as source,
     ):
         target = Path(folder) / "native.so"
-        command = [compiler, *_FLAGS, "-o", str(target), str(source), "-lm"]
+        command = [*compiler, *_FLAGS, "-o", str(target), str(source), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             step: Callable[..., None] = ctypes.CDLL(str(target)).torchpisa_local_step

@@ -33,8 +33,9 @@ class Common(TypedDict, total=False):
         initial_consensus: take the paper's very first consensus, \(w^0 S/(S + \lambda)\), when the
             parameters are given to the optimizer. Not when resuming. Default False.
         nonfinite: what to do with a batch whose gradients are not all finite: `"raise"`, `"skip"`
-            (the batch counts as absent) or `"ignore"` (do not look). On a GPU only `"raise"` waits
-            for the device. Default `"raise"`.
+            (the batch counts as absent) or `"ignore"` (do not look). `"raise"` changes nothing,
+            except in fused kernels on a GPU: not to wait for the device, they leave out the entries
+            that are not finite, step the others, and a later `step()` raises. Default `"raise"`.
         maximize: maximise instead of minimise. Default False.
         foreach: one call per operation for all parameters instead of a loop over them; None
             decides. Default None.
