@@ -120,12 +120,17 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     if own.nesterov:
         bs = list(torch._foreach_add(grads, momenta, alpha=own.momentum))
     os = newton_schulz.orthogonalize([b.flatten(1) for b in bs], own.ns_steps, own.dtype)
-    sums = [o.view_as(b).mul_(own.scale(*o.shape)) for o, b in zip(os, bs, strict=True)]
+    if own.aspect_scaling:
+        torch._foreach_mul_(os, [own.scale(*o.shape) for o in os])
+    sums = [o.view_as(b) for o, b in zip(os, bs, strict=True)]
     torch._foreach_add_(sums, duals)
     scales = list(torch._foreach_abs(sums))
+    kind = torch.finfo(sums[0].dtype)
+    least = kind.tiny * kind.eps
     for s, step in zip(sums, _steps(job, members), strict=True):
         perturbation = own.perturbation**step
-        if isinstance(perturbation, Tensor) or perturbation != 0:
+        # After a few steps nothing is left of it in the dtype, unless the device alone knows.
+        if isinstance(perturbation, Tensor) or perturbation >= least:
             s.add_(perturbation * (s == 0))
     torch._foreach_mul_(scales, -job.rho / job.sigma)
     torch._foreach_add_(scales, -1.0)

@@ -8,6 +8,7 @@ import ctypes
 import os
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -34,17 +35,8 @@ LEAST = 2**20
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
 
 
-class _Row(ctypes.Structure):
-    _fields_ = (
-        ("param", ctypes.c_void_p),
-        ("dual", ctypes.c_void_p),
-        ("moment", ctypes.c_void_p),
-        ("pending", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        ("correction", ctypes.c_float),
-        ("fresh", ctypes.c_int32),
-    )
+# Row in native.c: five addresses, the size, the correction, and whether the sum is fresh.
+_ROW = "qqqqqqfi"
 
 
 class _Numbers(ctypes.Structure):
@@ -88,7 +80,9 @@ def worthwhile(params: Sequence[Tensor]) -> bool:
 
 def supports(job: LocalJob) -> bool:
     """Whether `local_step` takes this job, for which there is no `obstacle`."""
-    return job.keep is None and not isinstance(job.sigma, Tensor) and not isinstance(job.rho, Tensor)
+    return (
+        job.keep is None and not isinstance(job.sigma, Tensor) and not isinstance(job.rho, Tensor)
+    )
 
 
 @torch.no_grad()
@@ -104,7 +98,7 @@ def local_step(job: LocalJob) -> None:
     if not fitting:
         return
     torch._foreach_add_([member.state[names.step] for member in fitting], 1)
-    rows = (_Row * len(fitting))(*_rows(job, fitting, names))
+    rows = struct.pack(_ROW * len(fitting), *_rows(job, fitting, names))
     numbers = _numbers(job)
     step = _library()
     assert step is not None
@@ -113,7 +107,7 @@ def local_step(job: LocalJob) -> None:
         threads = torch.get_num_threads()
 
     def share(thread: int) -> None:
-        step(rows, len(rows), ctypes.byref(numbers), thread, threads)
+        step(rows, len(fitting), ctypes.byref(numbers), thread, threads)
 
     others = [_pool(os.getpid(), threads).submit(share, k) for k in range(1, threads)]
     share(0)
@@ -144,42 +138,34 @@ class _Names(NamedTuple):
 
 def _fits(member: Member, names: _Names) -> bool:
     param, grad, state = member
+    if grad is None or type(param) not in (Tensor, torch.nn.Parameter):
+        return False
     tensors = [param, grad, state[names.dual]]
     if names.moment is not None:
         tensors.append(state[names.moment])
     if names.pending is not None:
         tensors.append(state[names.pending])
     for tensor in tensors:
-        if (
-            tensor is None
-            or tensor.dtype != torch.float32
-            or type(tensor) not in (Tensor, torch.nn.Parameter)
-            or not tensor.is_contiguous()
-            or not tensor.is_cpu
-        ):
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or not tensor.is_cpu:
             return False
     return True
 
 
-def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[_Row]:
+def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[float]:
+    """The fields of all rows, one after the other: few objects, since this is Python's share."""
+    dual, step, moment, pending = names
     own = job.preconditioner
-    corrects = isinstance(own, SecondMoment) and own.scheme == "adam"
+    beta = own.beta if isinstance(own, SecondMoment) and own.scheme == "adam" else None
     for param, grad, state in members:
         assert grad is not None
-        correction = 1.0
-        if corrects:
-            assert isinstance(own, SecondMoment)
-            correction = (1 - own.beta ** state[names.step].item()) ** -0.5
-        yield _Row(
-            param.data_ptr(),
-            state[names.dual].data_ptr(),
-            state[names.moment].data_ptr() if names.moment is not None else None,
-            state[names.pending].data_ptr() if names.pending is not None else None,
-            grad.data_ptr(),
-            param.numel(),
-            correction,
-            not state["arrived"],
-        )
+        yield param.data_ptr()
+        yield state[dual].data_ptr()
+        yield 0 if moment is None else state[moment].data_ptr()
+        yield 0 if pending is None else state[pending].data_ptr()
+        yield grad.data_ptr()
+        yield param.numel()
+        yield 1.0 if beta is None else (1 - beta ** state[step].item()) ** -0.5
+        yield not state["arrived"]
 
 
 def _numbers(job: LocalJob) -> _Numbers:

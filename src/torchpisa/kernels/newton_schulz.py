@@ -27,7 +27,7 @@ _CPU_CHUNK_BYTES = 4 * 2**20
 # On a GPU from so many rows on, skipping the tiles above the diagonal saves more than Triton loses
 # to cuBLAS.
 _HALVED_ROWS = 256
-# On a CPU, rows of a strip for each thread; fewer would leave threads without work.
+# On a CPU, rows of a strip for two threads; fewer would leave threads without work.
 _STRIP_ROWS = 128
 
 # x, the next x, the Gram matrix and its polynomial.
@@ -163,7 +163,8 @@ def orthogonalize(
         members = [bs[index] for index in chunk.indexes]
         x = iterate(_normalized(members, dtype), steps)
         for index, b, o in zip(chunk.indexes, members, x.unbind(), strict=True):
-            os[index] = (o.mT if _tall(b) else o).contiguous().to(b.dtype)
+            os[index] = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+            os[index].copy_(o.mT if _tall(b) else o)
     return os
 
 
@@ -176,11 +177,15 @@ def _normalized(bs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     x = bs[0].unsqueeze(0)
     if len(bs) > 1:
         x = torch.stack([b.mT if _tall(b) else b for b in bs])
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-    x = x / largest.clamp_min_(torch.finfo(x.dtype).tiny)
-    x /= torch.linalg.matrix_norm(x, keepdim=True).clamp_min_(1)
+    if x.dtype == torch.float64:
+        largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+        x = x / largest.clamp_min_(torch.finfo(x.dtype).tiny)
+        norm = torch.linalg.matrix_norm(x, keepdim=True).clamp_min_(1)
+    else:  # squares that would leave the range of float32 are well within that of float64
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+        norm = norm.to(x.dtype).clamp_min_(torch.finfo(x.dtype).tiny)
+    x = torch.div(x, norm, out=torch.empty_like(x, dtype=dtype))
     # Transposing comes last, when the numbers are shorter.
-    x = x.to(dtype)
     return (x.mT if _tall(x) else x).contiguous()
 
 
@@ -197,7 +202,7 @@ def _step(x: Tensor, halves: bool | None) -> _Step:
         )
     if halves:
         return _by_halves
-    strip = _STRIP_ROWS * torch.get_num_threads()
+    strip = _STRIP_ROWS * max(1, torch.get_num_threads() // 2)
     if x.device.type == "cpu" and c == 1 and n >= 3 * strip:
         return partial(_by_strips, strip)
     return _whole
