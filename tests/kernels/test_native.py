@@ -1,7 +1,6 @@
 """The C kernel equals the plain loop, with any number of threads, and is missed where it is not."""
 
 import math
-import multiprocessing
 import shutil
 
 import pytest
@@ -90,31 +89,6 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
         params, _ = run(SISA, [(50, 41), (7,)], 0, True)
         ends.append(torch.cat([p.detach().flatten() for p in params]))
     assert all(torch.equal(end, ends[0]) for end in ends)
-
-
-def few_steps():
-    """Without torch's own parallel loops, which do not survive a fork."""
-    param = nn.Parameter(torch.ones(2000))
-    opt = SISA([param], fused=True, nonfinite="ignore")
-    for _ in range(3):
-        param.grad = torch.ones(2000)
-        opt.step()
-    return param[-1].item()
-
-
-@needs_compiler
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_has_threads_of_its_own(threads):
-    torch.set_num_threads(2)
-    end = few_steps()
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=lambda: queue.put(few_steps()))
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0
-    assert queue.get() == end
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", shutil.which("false")])

@@ -1,5 +1,5 @@
 /* SISA's and Identity's local step in one pass over memory: the arithmetic of algorithms/pisa.py and
-   algorithms/sisa.py in float32. native.py compiles it, and calls it from several threads. */
+   algorithms/sisa.py in float32. native.py compiles and calls it. */
 
 #include <math.h>
 #include <stdint.h>
@@ -86,8 +86,8 @@ static void (*const KINDS[3][2][2])(const Row *, int64_t, int64_t, Numbers) = {
 };
 
 /* The share of one of `threads` threads: a piece of the rows laid end to end. */
-void torchpisa_local_step(const Row *rows, int64_t count, const Numbers *a, int64_t thread,
-                          int64_t threads) {
+static void share(const Row *rows, int64_t count, const Numbers *a, int64_t thread,
+                  int64_t threads) {
   int64_t total = 0, before = 0;
   for (int64_t k = 0; k < count; k++) total += rows[k].size;
   /* In steps of a cache line, so that no two threads write to one. */
@@ -106,4 +106,9 @@ void torchpisa_local_step(const Row *rows, int64_t count, const Numbers *a, int6
     }
     before += row->size;
   }
+}
+
+void torchpisa_local_step(const Row *rows, int64_t count, const Numbers *a, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t thread = 0; thread < threads; thread++) share(rows, count, a, thread, threads);
 }

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -32,7 +31,7 @@ __all__ = ["consensus", "local_step", "obstacle", "residual_norm", "supports", "
 # Below this many elements a step is over before it would pay to compile, or to wake threads.
 LEAST = 2**20
 
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC")
 
 
 # Row in native.c: five addresses, the size, the correction, and whether the sum is fresh.
@@ -106,13 +105,7 @@ def local_step(job: LocalJob) -> None:
     if worthwhile([member.param for member in fitting]):
         threads = torch.get_num_threads()
 
-    def share(thread: int) -> None:
-        step(rows, len(fitting), ctypes.byref(numbers), thread, threads)
-
-    others = [_pool(os.getpid(), threads).submit(share, k) for k in range(1, threads)]
-    share(0)
-    for other in others:
-        other.result()
+    step(rows, len(fitting), ctypes.byref(numbers), threads)
     for member in fitting:
         member.state["arrived"] |= 1 << job.slot
 
@@ -193,33 +186,33 @@ def _numbers(job: LocalJob) -> _Numbers:
 
 
 @cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of this process; a fork has none of its parent's."""
-    return ThreadPoolExecutor(threads - 1, "torchpisa")
-
-
-@cache
 def _library() -> Callable[..., None] | None:
     """The compiled function, or None if there is no compiler or it fails."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None:
         return None
+    # torch's own OpenMP, if it brought one: two of them would compete for the processor.
+    brought = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    openmp = brought[0] if brought else "-fopenmp"
     with (
         tempfile.TemporaryDirectory(prefix="torchpisa_") as folder,
         resources.as_file(resources.files("torchpisa.kernels") / "native.c") as source,
     ):
-        target = Path(folder) / "native.so"
-        command = [*compiler, *_FLAGS, "-o", str(target), str(source), "-lm"]
+        compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            step: Callable[..., None] = ctypes.CDLL(str(target)).torchpisa_local_step
+            for arguments in (
+                [*_FLAGS, "-c", source, "-o", compiled],
+                ["-shared", compiled, "-o", linked, openmp, "-lm"],
+            ):
+                command = [*compiler, *map(str, arguments)]
+                subprocess.run(command, check=True, capture_output=True, timeout=60)
+            step: Callable[..., None] = ctypes.CDLL(str(linked)).torchpisa_local_step
         except (subprocess.SubprocessError, OSError, AttributeError):
             return None
     step.argtypes = [  # type: ignore[attr-defined]
         ctypes.c_void_p,
         ctypes.c_int64,
         ctypes.c_void_p,
-        ctypes.c_int64,
         ctypes.c_int64,
     ]
     step.restype = None  # type: ignore[attr-defined]
