@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from torchpisa.algorithms import nsisa
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.newton_schulz import CHUNK_BYTES, chunks, iterate, orthogonalize
+from torchpisa.kernels.newton_schulz import (
+    CHUNK_BYTES,
+    chunks,
+    fast_dtype,
+    iterate,
+    orthogonalize,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -83,6 +89,18 @@ def test_large_matrices(device, dtype, threads, monkeypatch):
             assert relative(o, nsisa.newton_schulz(b, 5)) < TOLERANCE[dtype]
     finally:
         torch.set_num_threads(before)
+
+
+def test_fast_dtype(monkeypatch):
+    """bfloat16 for much work on hardware that has it; never for who has float64."""
+    monkeypatch.setattr(newton_schulz, "_cpu_has_bfloat16", lambda: True)
+    large, small = torch.empty(1024, 1024), torch.empty(64, 64)
+    assert fast_dtype([large, small]) == torch.bfloat16
+    assert fast_dtype([small]) is None
+    assert fast_dtype([large, small.double()]) is None
+    assert fast_dtype([]) is None
+    monkeypatch.setattr(newton_schulz, "_cpu_has_bfloat16", lambda: False)
+    assert fast_dtype([large]) is None
 
 
 def test_results_are_the_callers():

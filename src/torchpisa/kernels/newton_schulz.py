@@ -24,6 +24,9 @@ CHUNK_BYTES = 256 * 2**20
 # On a CPU batches spare small matrices the overhead of calls, as long as they stay in the cache.
 _CPU_CHUNK_BYTES = 4 * 2**20
 
+# Elements from which on bfloat16 pays on a CPU; small matrices lose more by conversions.
+_CPU_BFLOAT16_LEAST = 2**20
+
 # On a GPU from so many rows on, skipping the tiles above the diagonal saves more than Triton loses
 # to cuBLAS.
 _HALVED_ROWS = 256
@@ -78,14 +81,16 @@ def chunks(
 
 
 def fast_dtype(params: Sequence[Tensor]) -> torch.dtype | None:
-    """bfloat16 if all devices multiply it natively and nobody asks for float64; else None.
+    """bfloat16 if all devices multiply it natively, it pays, and nobody has float64; else None.
 
     o is a direction of unit scale, which the iteration itself leaves uncertain by more.
     """
-    if any(param.dtype == torch.float64 for param in params):
+    if not params or any(param.dtype == torch.float64 for param in params):
         return None
-    fast = all(param.is_cuda or (param.is_cpu and _cpu_has_bfloat16()) for param in params)
-    return torch.bfloat16 if fast and params else None
+    fast = all(param.is_cuda for param in params)
+    if not fast and sum(param.numel() for param in params) >= _CPU_BFLOAT16_LEAST:
+        fast = _cpu_has_bfloat16() and all(param.is_cuda or param.is_cpu for param in params)
+    return torch.bfloat16 if fast else None
 
 
 @cache
