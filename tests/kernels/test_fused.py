@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.kernels.test_foreach import SHAPES, TOLERANCE
+from tests.kernels.test_foreach import SHAPES, TOLERANCE, nsisa, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
 from torchpisa import NSISA, PISA, SISA
 from torchpisa.kernels import fused, table
@@ -50,30 +50,6 @@ def flat(params):
     return torch.cat([p.detach().float().flatten() for p in params])
 
 
-kinds = st.one_of(
-    st.tuples(st.just(PISA), st.just({})),
-    st.tuples(
-        st.just(SISA),
-        st.fixed_dictionaries(
-            {
-                "scheme": st.sampled_from(["adagrad", "rmsprop", "adam"]),
-                "beta": st.sampled_from([0.9, 0.999]),
-                "eta": st.sampled_from([0.3, math.inf]),
-                "eps": st.sampled_from([0.0, 1e-3]),
-            }
-        ),
-    ),
-    st.tuples(
-        st.just(NSISA),
-        st.fixed_dictionaries(
-            {
-                "nesterov": st.booleans(),
-                "aspect_scaling": st.booleans(),
-                "ns_dtype": st.none(),  # bfloat16 would hide a mistake behind its rounding
-            }
-        ),
-    ),
-)
 # A block has 1024 elements: one tensor fills two and a bit, one exactly one.
 tensors = st.lists(
     st.tuples(st.sampled_from([*SHAPES, (2100,), (32, 32)]), st.sampled_from(DTYPES)),
@@ -88,7 +64,7 @@ tensors = st.lists(
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-@given(kinds, any_settings, tensors, st.integers(0, 2**16))
+@given(pisa | sisa | nsisa, any_settings, tensors, st.integers(0, 2**16))
 def test_fused_equals_loop(kind, common, tensors, seed):
     cls, own = kind
     if cls is NSISA:

@@ -1,6 +1,5 @@
 """The C kernel equals the plain loop, with any number of threads, and is missed where it is not."""
 
-import math
 import shutil
 
 import pytest
@@ -9,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.kernels.test_foreach import SHAPES
+from tests.kernels.test_foreach import SHAPES, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
-from torchpisa import PISA, SISA
+from torchpisa import SISA
 from torchpisa.kernels import blocked, native
 
 needs_compiler = pytest.mark.skipif(native._library() is None, reason="needs a C compiler")
@@ -50,26 +49,12 @@ def run(cls, tensors, seed, fused, **settings):
     return params, opt
 
 
-kinds = st.one_of(
-    st.tuples(st.just(PISA), st.just({})),
-    st.tuples(
-        st.just(SISA),
-        st.fixed_dictionaries(
-            {
-                "scheme": st.sampled_from(["adagrad", "rmsprop", "adam"]),
-                "beta": st.sampled_from([0.9, 0.999]),
-                "eta": st.sampled_from([0.3, math.inf]),
-                "eps": st.sampled_from([0.0, 1e-3]),
-            }
-        ),
-    ),
-)
 tensors = st.lists(st.sampled_from([*SHAPES, (100,), (33, 31)]), min_size=1, max_size=6)
 
 
 @needs_compiler
 @settings(max_examples=60, deadline=None)
-@given(kinds, any_settings, tensors, st.integers(1, 4), st.integers(0, 2**16))
+@given(pisa | sisa, any_settings, tensors, st.integers(1, 4), st.integers(0, 2**16))
 def test_native_equals_loop(threads, kind, common, tensors, count, seed):
     torch.set_num_threads(count)
     cls, own = kind
