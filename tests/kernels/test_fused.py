@@ -272,3 +272,18 @@ def test_pickled_and_copied_optimizers_step_on():
     opt.step()
     opt2.step()
     assert torch.equal(flat(params), flat(params2))
+
+
+def test_perturbation_stands_in_for_zeros():
+    """Without a gradient the sum of dual and o is zero in the first step, and moves all the same."""
+    ends = []
+    for fast in (False, True):
+        params = parameters([(5, 4)])
+        own = {"perturbation": 0.5, "ns_dtype": None}
+        opt = NSISA(params, fused=fast, foreach=None if fast else False, **own)
+        for _ in range(3):
+            params[0].grad = torch.zeros_like(params[0])
+            opt.step()
+        ends.append(flat(params))
+    assert (ends[0] != flat(parameters([(5, 4)]))).all()
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-6)
