@@ -275,7 +275,7 @@ def test_pickled_and_copied_optimizers_step_on():
 
 
 def test_perturbation_stands_in_for_zeros():
-    """Without a gradient dual and o are zero in the first step, and the weights move all the same."""
+    """Without a gradient dual and o are zero in the first step; the weights move all the same."""
     ends = []
     for fast in (False, True):
         params = parameters([(5, 4)])
