@@ -12,11 +12,12 @@ from tests.kernels.test_foreach import SHAPES, TOLERANCE, nsisa, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
 from torchpisa import NSISA, PISA, SISA
 from torchpisa.kernels import fused, table
+from torchpisa.kernels.optional import without_triton
 from torchpisa.preconditioners import Hessian
 
 pytest.importorskip("triton")
-if fused._without_triton() is not None:
-    pytest.skip(fused._without_triton(), allow_module_level=True)
+if without_triton() is not None:
+    pytest.skip(without_triton(), allow_module_level=True)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

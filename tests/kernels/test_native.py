@@ -11,7 +11,7 @@ from torch import nn
 from tests.kernels.test_foreach import SHAPES, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
 from torchpisa import SISA
-from torchpisa.kernels import blocked, native
+from torchpisa.kernels import blocked, loop, native
 
 needs_compiler = pytest.mark.skipif(native._library() is None, reason="needs a C compiler")
 
@@ -76,7 +76,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
     assert all(torch.equal(end, ends[0]) for end in ends)
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", shutil.which("false")])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "'cc", "", shutil.which("false")])
 def test_without_a_compiler(compiler, monkeypatch):
     """SISA has another fused kernel; what has none says so when asked for, and does without."""
     if compiler is None:
@@ -98,3 +98,21 @@ def test_without_a_compiler(compiler, monkeypatch):
             SISA([p], scheme="adagrad", fused=True)
     finally:
         native._library.cache_clear()
+
+
+@pytest.mark.parametrize("elements", [5, 2**20])
+def test_tensor_subclasses_take_the_plain_loop(elements, monkeypatch):
+    """Their operations may mean something else, as those of sharded tensors do."""
+
+    class Other(torch.Tensor):
+        pass
+
+    p = nn.Parameter(torch.ones(elements).as_subclass(Other))
+    p.grad = torch.ones(elements)
+    calls = []
+    real = loop.local_step
+    monkeypatch.setattr(loop, "local_step", lambda job: (calls.append(1), real(job)))
+    SISA([p]).step()
+    assert calls == [1]
+    with pytest.raises(ValueError, match="fused=True is not possible: a parameter is a"):
+        SISA([p], fused=True)

@@ -72,6 +72,8 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner) -> str | 
     if preconditioner.eta < math.inf:
         return "on a CPU there is no fused kernel for a finite eta"
     for param in params:
+        if type(param) not in (Tensor, torch.nn.Parameter):
+            return f"a parameter is a {type(param).__name__}, not a plain tensor"
         if param.dtype not in _DTYPES:
             return f"on a CPU parameters must be float32 or float64, got {param.dtype}"
     return None

@@ -6,16 +6,15 @@ sent anew.
 """
 
 import contextlib
-import importlib.util
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from torchpisa.kernels import table
 from torchpisa.kernels.job import LocalJob, Member, Move, state_key
+from torchpisa.kernels.optional import without_triton
 from torchpisa.kernels.table import Launch, Matrices, Row
 from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
 
@@ -24,8 +23,6 @@ __all__ = ["Plan", "Plans", "find", "find_consensus", "obstacle"]
 # Where the kernels run; tests add the CPU, for Triton's interpreter.
 DEVICES = ["cuda"]
 
-# The oldest version whose compiler and interpreter take the kernels.
-_TRITON = (3, 3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What the preconditioner remembers. Identity has nothing; its kernel does not look.
 _MEMORY: dict[type[Preconditioner], str] = {
@@ -193,7 +190,7 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) ->
                 return f"{kind} is not stored row by row"
             if param.numel() >= 2**31:
                 return f"{kind} has more than 2^31 elements"
-    return _without_triton() if params else None
+    return without_triton() if params else None
 
 
 def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> list[Row]:
@@ -277,15 +274,3 @@ def _capturing(launches: Sequence[Launch]) -> bool:
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-@cache
-def _without_triton() -> str | None:
-    """Why Triton cannot be used, or None; it is imported only to be used."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    import triton
-
-    if tuple(map(int, triton.__version__.split(".")[:2])) < _TRITON:
-        return f"Triton must be {'.'.join(map(str, _TRITON))} or newer, got {triton.__version__}"
-    return None

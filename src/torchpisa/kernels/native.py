@@ -65,6 +65,8 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner) -> str | 
     if type(preconditioner) not in (SecondMoment, Identity):
         return f"on a CPU there is no fused kernel for {type(preconditioner).__name__}"
     for param in params:
+        if type(param) not in (Tensor, torch.nn.Parameter):
+            return f"a parameter is a {type(param).__name__}, not a plain tensor"
         if param.dtype != torch.float32:
             return f"on a CPU parameters must be float32, got {param.dtype}"
     if _library() is None:
@@ -188,7 +190,10 @@ def _numbers(job: LocalJob) -> _Numbers:
 @cache
 def _library() -> Callable[..., None] | None:
     """The compiled function, or None if there is no compiler or it fails."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    try:
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+    except ValueError:  # a quotation mark too few
+        return None
     if not compiler or shutil.which(compiler[0]) is None:
         return None
     # torch's own OpenMP, if it brought one: two of them would compete for the processor.
