@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "preconditioners": {"algorithms", "checks"},
     "kernels": {"algorithms", "preconditioners"},
     "optim": {"algorithms", "preconditioners", "kernels", "penalty", "checks"},
+    "distributed": {"kernels", "optim"},
     "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
 }
 INTERNAL = {"checks", "kernels"}  # no part of the public interface

@@ -83,7 +83,7 @@ def run(kernel, job, shapes, dtypes, batches, rounds, seed, missing=0.15):
     for _ in range(rounds):
         for slot in range(batches):
             given = []
-            for param, _, state in members:
+            for param, _, state, _ in members:
                 grad = torch.randn(param.shape, dtype=param.dtype, generator=generator)
                 grad = 0.1 * grad + 0.1 * param.detach()
                 absent = torch.rand((), generator=generator) < missing
@@ -109,7 +109,7 @@ def run(kernel, job, shapes, dtypes, batches, rounds, seed, missing=0.15):
 
 def assert_same(fast, plain):
     (members, _), (expected, largest) = fast, plain
-    for (p, _, own), (q, _, other), scale in zip(members, expected, largest, strict=True):
+    for (p, _, own, _), (q, _, other, _), scale in zip(members, expected, largest, strict=True):
         tolerance = TOLERANCE[p.dtype]
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance * scale)
         assert own.keys() == other.keys()

@@ -117,7 +117,7 @@ def local_step(job: LocalJob) -> None:
 
 def _fits(member: Member, slot: int) -> bool:
     """Whether a flat view of every tensor is possible, and all are of one kind that Adam takes."""
-    param, grad, state = member
+    param, grad, state, _ = member
     dtype = param.dtype
     if dtype not in _DTYPES:
         return False
@@ -171,7 +171,7 @@ def _blocks(job: LocalJob, members: list[Member], size: int) -> Iterator[list[_P
 
 
 def _pieces(job: LocalJob, member: Member, size: int) -> Iterator[_Piece]:
-    param, grad, state = member
+    param, grad, state, _ = member
     if not param.numel():
         return
     params = _cut(param, size)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.kernels import newton_schulz
+from torchpisa.kernels import newton_schulz, sharded
 from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
 
-__all__ = ["consensus", "local_step", "residual_norm", "supports"]
+__all__ = ["consensus", "knows", "local_step", "residual_norm", "supports"]
 
 Tensors = list[Tensor]
 
@@ -25,7 +25,12 @@ _CPU_BLOCK = 2**18
 
 def supports(job: LocalJob) -> bool:
     """Whether `local_step` takes this job: a known preconditioner, and nobody to leave out."""
-    return type(job.preconditioner) in _SOLVERS and job.keep is None
+    return knows(job.preconditioner) and job.keep is None
+
+
+def knows(preconditioner: Preconditioner) -> bool:
+    """Whether there is a solver for `preconditioner`."""
+    return type(preconditioner) in _SOLVERS
 
 
 @torch.no_grad()
@@ -119,12 +124,18 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     bs = momenta
     if own.nesterov:
         bs = list(torch._foreach_add(grads, momenta, alpha=own.momentum))
-    os = newton_schulz.orthogonalize([b.flatten(1) for b in bs], own.ns_steps, own.dtype)
+    wholes = [member.whole for member in members if member.whole is not None]
+    if wholes:
+        os = sharded.orthogonalize(bs, wholes, own.ns_steps, own.dtype)
+    else:
+        os = newton_schulz.orthogonalize([b.flatten(1) for b in bs], own.ns_steps, own.dtype)
     if own.aspect_scaling:
-        torch._foreach_mul_(os, [own.scale(*o.shape) for o in os])
+        shapes = [whole.shape for whole in wholes or bs]
+        scales = [own.scale(shape[0], shape.numel() // shape[0]) for shape in shapes]
+        torch._foreach_mul_(os, scales)
     sums = [o.view_as(b) for o, b in zip(os, bs, strict=True)]
     torch._foreach_add_(sums, duals)
-    scales = list(torch._foreach_abs(sums))
+    denominators = list(torch._foreach_abs(sums))
     kind = torch.finfo(sums[0].dtype)
     least = kind.tiny * kind.eps
     for s, step in zip(sums, _steps(job, members), strict=True):
@@ -132,9 +143,9 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
         # After a few steps nothing is left of it in the dtype, unless the device alone knows.
         if isinstance(perturbation, Tensor) or perturbation >= least:
             s.add_(perturbation * (s == 0))
-    torch._foreach_mul_(scales, -job.rho / job.sigma)
-    torch._foreach_add_(scales, -1.0)
-    torch._foreach_div_(sums, scales)
+    torch._foreach_mul_(denominators, -job.rho / job.sigma)
+    torch._foreach_add_(denominators, -1.0)
+    torch._foreach_div_(sums, denominators)
     return sums
 
 
@@ -156,7 +167,8 @@ def _alike(members: list[Member], slot: int) -> Iterator[list[Member]]:
         kind = (member.param.device, member.param.dtype, dual.dtype, grad)
         lists.setdefault(kind, []).append(member)
     for alike in lists.values():
-        if alike[0].param.device.type != "cpu":
+        # Of sharded matrices all processes must exchange the same ones together.
+        if alike[0].param.device.type != "cpu" or alike[0].whole is not None:
             yield alike
             continue
         block: list[Member] = []

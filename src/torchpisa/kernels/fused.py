@@ -120,7 +120,9 @@ def find(
     reason = obstacle([member.param for member in members], preconditioner)
     if reason is not None:
         return reason
-    for param, grad, state in members:
+    if isinstance(preconditioner, NewtonSchulz) and any(m.whole is not None for m in members):
+        return "matrices are sharded, so they have to be brought together first"
+    for param, grad, state, _ in members:
         assert grad is not None
         own = [state[name] for name in (*keys[:2], "pending") if name in state]
         for tensor in (grad, *own):
@@ -151,7 +153,7 @@ def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Pl
     plan = plans.get(key)
     glance = [
         (param.data_ptr(), state["pending"].data_ptr(), param.numel())
-        for param, _, state in members
+        for param, _, state, _ in members
     ]
     if plan is not None and glance == plan.glance and not _capturing(plan.launches):
         return plan
@@ -159,7 +161,7 @@ def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Pl
     if reason is not None:
         return reason
     rows: list[Row] = []
-    for param, _, state in members:
+    for param, _, state, _ in members:
         pending = state["pending"]
         if pending.dtype not in _DTYPES or pending.stride() != param.stride():
             return "a pending sum is of another dtype or layout than its parameter"
@@ -211,7 +213,7 @@ def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> lis
             grad.is_contiguous() or grad.stride(),  # type: ignore[union-attr]
             not state["arrived"],
         )
-        for param, grad, state in members
+        for param, grad, state, _ in members
     ]
 
 
@@ -220,7 +222,7 @@ def _local_rows(
 ) -> tuple[list[Row], list[Tensor]]:
     rows: list[Row] = []
     copies = []
-    for param, grad, state in members:
+    for param, grad, state, _ in members:
         assert grad is not None
         if not (grad.is_contiguous() and param.is_contiguous()) and (
             grad.stride() != param.stride()

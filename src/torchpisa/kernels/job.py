@@ -1,5 +1,6 @@
 """What an optimizer hands to a kernel: tensors, and the numbers of one round."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,11 +19,20 @@ def state_key(name: str, slot: int) -> str:
 
 
 class Member(NamedTuple):
-    """One parameter, its gradient (None means zero) and all of its state."""
+    """One parameter, its gradient (None means zero) and all of its state.
+
+    Of a sharded parameter, `whole`, the other three are the part that this process holds.
+    """
 
     param: Tensor
     grad: Tensor | None
-    state: dict[str, Any]
+    state: MutableMapping[str, Any]
+    whole: Tensor | None = None
+
+    @property
+    def origin(self) -> Tensor:
+        """The parameter that the optimizer was given."""
+        return self.param if self.whole is None else self.whole
 
 
 class Move(NamedTuple):

@@ -1,6 +1,6 @@
 """The plain loop over parameters: the specification that every other kernel is tested against."""
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -39,10 +39,13 @@ def local_step(job: LocalJob) -> None:
 @torch.no_grad()
 def add_dual(members: list[Member], slot: int, weight: float, stochastic_rounding: bool) -> None:
     """Let an absent batch contribute its dual, u_i = pi_i."""
-    for param, _, state in members:
+    for param, _, state, _ in members:
         pending, dual = real(state["pending"]), real(state[state_key("dual", slot)])
-        dtype = compute_dtype(real(param), dual)
-        store(pending, pending.to(dtype) + weight * dual.to(dtype), stochastic_rounding)
+        total = weight * dual.to(compute_dtype(real(param), dual))
+        if state["arrived"]:
+            total = total + pending.to(total.dtype)
+        store(pending, total, stochastic_rounding)
+        state["arrived"] |= 1 << slot
 
 
 @torch.no_grad()
@@ -60,7 +63,7 @@ def residual_norm(job: LocalJob) -> list[Tensor]:
 
 
 def _problem(job: LocalJob, member: Member) -> LocalProblem:
-    param, grad, state = member
+    param, grad, state, _ = member
     dtype = compute_dtype(real(param), real(state[state_key("dual", job.slot)]))
     dual = real(state[state_key("dual", job.slot)]).to(dtype)
     w = real(param).to(dtype)
@@ -149,7 +152,7 @@ def _store(
     own["arrived"] |= 1 << job.slot
 
 
-def _count(state: dict[str, Any], key: str, keep: Tensor | None) -> None:
+def _count(state: MutableMapping[str, Any], key: str, keep: Tensor | None) -> None:
     """Add one to a counter, if `keep` says so; then it lives where `keep` does, for good."""
     if keep is not None and state[key].device != keep.device:
         state[key] = state[key].to(keep.device, non_blocking=True)

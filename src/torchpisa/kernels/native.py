@@ -132,7 +132,7 @@ class _Names(NamedTuple):
 
 
 def _fits(member: Member, names: _Names) -> bool:
-    param, grad, state = member
+    param, grad, state, _ = member
     if grad is None or type(param) not in (Tensor, torch.nn.Parameter):
         return False
     tensors = [param, grad, state[names.dual]]
@@ -151,7 +151,7 @@ def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[f
     dual, step, moment, pending = names
     own = job.preconditioner
     beta = own.beta if isinstance(own, SecondMoment) and own.scheme == "adam" else None
-    for param, grad, state in members:
+    for param, grad, state, _ in members:
         assert grad is not None
         yield param.data_ptr()
         yield state[dual].data_ptr()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchpisa.checks import check_choice, check_range
 
 __all__ = [
+    "check_dtype",
     "check_gamma",
     "check_group",
     "check_rho",
@@ -88,9 +89,13 @@ def check_group(group: Mapping[str, Any]) -> None:
         check_choice(flag, group[flag], (None, True, False))
     if group["foreach"] and group["fused"]:
         raise ValueError("fused must be None or False when foreach=True, got True")
-    dtype = group["state_dtype"]
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"state_dtype must be None or a real floating dtype, got {dtype!r}")
+    check_dtype("state_dtype", group["state_dtype"])
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """None, or a floating dtype."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ValueError(f"{name} must be None or a real floating dtype, got {value!r}")
 
 
 def check_sigma(name: str, value: Any) -> None:

@@ -1,8 +1,8 @@
 """What PISA, SISA and NSISA share as torch optimizers: groups, slots, state and checkpoints."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torchpisa.algorithms import pisa
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.kernels.fused import Plans
 from torchpisa.kernels.job import Member, state_key
-from torchpisa.optim import arguments, checkpoint, nonfinite, report, rounds, traced
+from torchpisa.optim import arguments, checkpoint, nonfinite, ranks, report, rounds, traced
 from torchpisa.optim.common import DEFAULTS, SHARED, Common
+from torchpisa.optim.exchange import Exchange
 from torchpisa.optim.rounds import Group
 from torchpisa.preconditioners import Preconditioner
 
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["ConsensusOptimizer"]
+
+
+class Attached(Protocol):
+    """A model whose backward pass takes parts of the steps."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model."""
+
+    def check(self, slot: int) -> None:
+        """Raise RuntimeError if the backward pass has not taken its part of this batch's step."""
 
 
 class ConsensusOptimizer(Optimizer):
@@ -34,6 +46,8 @@ class ConsensusOptimizer(Optimizer):
     # GradScaler then calls step() even when it found infinities, so that a skipped batch uses up
     # its slot and the batches after it stay with their own duals.
     _step_supports_amp_scaling = True
+
+    _exchange: Exchange | None
 
     def __init__(
         self,
@@ -50,9 +64,17 @@ class ConsensusOptimizer(Optimizer):
         check_choice("nonfinite", defaults["nonfinite"], ("raise", "skip", "ignore"))
         if defaults["clip"] is not None:
             check_range("clip", defaults["clip"], 0, low_open=True)
-        defaults["weights"] = arguments.shares(defaults["weights"], defaults["batches"])
-        self._check_group(defaults)
+        arguments.check_dtype("reduce_dtype", defaults["reduce_dtype"])
         self._forget()
+        # Neither can be part of a group: a process group cannot be saved.
+        together = ranks.join(defaults.pop("process_group"), defaults.pop("reduce_dtype"))
+        defaults["ranks"] = 1 if together is None else together.size
+        shares = arguments.shares(defaults["weights"], defaults["batches"])
+        if together is not None:
+            self._exchange = Exchange(together)
+            shares = together.shares(defaults["weights"], defaults["batches"])
+        defaults["weights"] = shares
+        self._check_group(defaults)
         super().__init__(params, defaults)
 
     @abstractmethod
@@ -69,6 +91,17 @@ class ConsensusOptimizer(Optimizer):
         self._watch = nonfinite.Watch()
         self._number = traced.register(self)
         self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
+        self._exchange = None
+        self._attached: Attached | None = None
+        self._problem: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._exchange is not None:
+            raise TypeError(
+                "an optimizer with a process_group cannot be copied or pickled; save its "
+                "state_dict(), or use torchpisa.distributed.save"
+            )
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -78,7 +111,7 @@ class ConsensusOptimizer(Optimizer):
 
     @property
     def batches(self) -> int:
-        """m, the number of batches in a round."""
+        """The number of batches in a round; with a process group, of this rank's."""
         return int(self.defaults["batches"])
 
     @property
@@ -144,57 +177,189 @@ class ConsensusOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self.param_groups
-        members = [self._members(group) for group in groups]
-        reached = [[m for m in of_group if m.grad is not None] for of_group in members]
-        preconditioners = [self.preconditioner(group) for group in groups]
-        for preconditioner, of_group in zip(preconditioners, reached, strict=True):
-            if of_group:
-                preconditioner.check([member.param for member in of_group])
-        kernels = [
-            rounds.choose(group, number, own, preconditioner, slot, self._plans)
-            for number, (group, own, preconditioner) in enumerate(
-                zip(groups, reached, preconditioners, strict=True)
-            )
-        ]
-        where = f"batch {slot} of iteration {self.iteration}"
-        found_inf = getattr(self, "found_inf", None)
-        present, keep, search = nonfinite.verdict(groups, reached, kernels, found_inf, where)
-        sigmas = [rounds.next_sigmas(group) if self.synced else None for group in groups]
-
-        # Wrong input has raised by now; from here on state changes.
-        for group, new in zip(groups, sigmas, strict=True):
-            if new is not None and group["capturable"]:
-                for sigma, value in zip(group["sigma"], new, strict=True):
-                    sigma.copy_(value)
-            elif new is not None:
-                group["sigma"] = new
-        if present:
-            scale = getattr(self, "grad_scale", None)
-            rounds.local_step(groups, reached, preconditioners, kernels, slot, keep, scale, search)
-        if search:
-            self._watch.note(kernels, reached, where)
-        for group in groups:
-            group["visited"] |= 1 << slot
-            group["present"] |= present << slot
-        if not self._free_slots():
-            self._close(members)
+        self._check_gradients(slot)
+        members = self._members()
+        rest = [[m for m in own if m.grad is not None and not _took(m, slot)] for own in members]
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._take(slot, rest, "step", scale, found_inf)
+        self._use_up(slot, members)
         return loss
+
+    @torch.no_grad()
+    def skip(self, *, batch: int | None = None) -> None:
+        """Use up the slot of a batch that is absent from this round: it contributes its dual.
+
+        With a process group, this is what a rank calls that has no data left while others go on.
+
+        Args:
+            batch: slot, from 0. By default the first one that is free in this round.
+        """
+        self._report_nonfinite()
+        slot = self._claim(batch)
+        self._check_gradients(slot)
+        self._open()
+        self._use_up(slot, self._members())
 
     @torch.no_grad()
     def flush(self) -> None:
         """Close an incomplete round: batches that were not stepped contribute their duals.
 
-        Does nothing between rounds.
+        Does nothing between rounds. With a process group, all ranks call it or none.
         """
         self._report_nonfinite(wait=True)
         if not self.synced:
-            self._close([self._members(group) for group in self.param_groups])
+            self._close(self._members())
+
+    def _take(
+        self,
+        slot: int,
+        reached: list[list[Member]],
+        key: Hashable,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> bool:
+        """Take the local step of a batch over members with gradients, by group.
+
+        Args:
+            slot: the batch.
+            reached: the members; all of the batch, or a part that `key` names.
+            key: by which kernels find again what they have prepared for the same members.
+            grad_scale: what the gradients were multiplied by.
+            found_inf: whether a GradScaler found infinities in them.
+
+        Returns:
+            False if the batch was left out.
+        """
+        groups = self.param_groups
+        preconditioners = self._preconditioners()
+        for preconditioner, of_group in zip(preconditioners, reached, strict=True):
+            if of_group:
+                preconditioner.check([member.origin for member in of_group])
+        kernels = [
+            rounds.choose(group, (number, key), own, preconditioner, slot, self._plans)
+            for number, (group, own, preconditioner) in enumerate(
+                zip(groups, reached, preconditioners, strict=True)
+            )
+        ]
+        where = f"batch {slot} of iteration {self.iteration}"
+        verdict = nonfinite.verdict(groups, reached, kernels, found_inf, where)
+        present, keep, search, problem = verdict
+        if problem is not None:
+            if self._exchange is None:
+                raise FloatingPointError(
+                    f"{problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
+                )
+            # The other ranks are waiting for this one, so it joins them, and raises afterwards.
+            self._problem = problem
+        self._open()
+        if present:
+            rounds.local_step(
+                groups, reached, preconditioners, kernels, slot, keep, grad_scale, search
+            )
+        if search:
+            self._watch.note(kernels, reached, where)
+        for group in groups:
+            group["present"] |= present << slot
+        return present
+
+    def _open(self) -> None:
+        """Begin a round, unless it has begun. Wrong input has raised by now."""
+        if not self.synced or (self._exchange is not None and self._exchange.begun):
+            return
+        # All rules are asked before anything changes: one may raise.
+        sigmas = [rounds.next_sigmas(group) for group in self.param_groups]
+        for group, new in zip(self.param_groups, sigmas, strict=True):
+            if group["capturable"]:
+                for sigma, value in zip(group["sigma"], new, strict=True):
+                    sigma.copy_(value)
+            else:
+                group["sigma"] = new
+
+    def _use_up(self, slot: int, members: list[list[Member]]) -> None:
+        for group in self.param_groups:
+            group["visited"] |= 1 << slot
+        if not self._free_slots():
+            self._close(members)
 
     def _close(self, members: list[list[Member]]) -> None:
-        for number, group in enumerate(self.param_groups):
-            preconditioner = self.preconditioner(group)
-            rounds.close(group, number, members[number], preconditioner, self._plans)
+        groups, preconditioners = self.param_groups, self._preconditioners()
+        if self._exchange is not None:
+            self._close_together(members)
+            return
+        for number, (group, own) in enumerate(zip(groups, members, strict=True)):
+            reached = [member for member in own if member.state["arrived"]]
+            if not rounds.alone(group):
+                rounds.settle(group, reached, preconditioners[number])
+                keep = None if group["kept"] is None else group["kept"].any()
+                total = rounds.total_sigma(group)
+                rounds.consensus(group, number, reached, total, keep, self._plans)
+            rounds.finish(group, reached)
+
+    def _close_together(self, members: list[list[Member]]) -> None:
+        assert self._exchange is not None
+        where = f"iteration {self.iteration}"
+        own, self._problem = self._problem, None
+        problems = self._exchange.close(
+            self.param_groups, members, self._preconditioners(), own is not None, self._plans
+        )
+        if problems:
+            raise FloatingPointError(
+                f"{own or f'non-finite gradient on another rank in {where}'}. The batch was left "
+                "out on all ranks' accounts and the round is complete; nonfinite='skip' goes on"
+            )
+
+    # Parts of a step, taken while the backward pass is still running
+
+    @property
+    def _last_slot(self) -> int | None:
+        """The slot of the batch that ends the round, if it is next."""
+        free = self._free_slots()
+        return free[0] if len(free) == 1 else None
+
+    @torch.no_grad()
+    def _step_early(
+        self,
+        params: Sequence[tuple[int, Tensor, Tensor | None]],
+        key: Hashable,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Step some parameters with the last batch of a round and send what they contribute.
+
+        Args:
+            params: number of the group, parameter and gradient (None for zero) of each.
+            key: names them, see `_take`.
+            grad_scale: what the gradients were multiplied by.
+            found_inf: whether they have infinities, if a GradScaler is in use.
+        """
+        assert self._exchange is not None
+        slot = self._last_slot
+        assert slot is not None
+        members: list[list[Member]] = [[] for _ in self.param_groups]
+        for number, param, grad in params:
+            member = self._member(param, grad, self.param_groups[number])
+            if member is not None:
+                members[number].append(member)
+        reached = [[m for m in own if m.grad is not None] for own in members]
+        if any(_took(member, slot) for own in reached for member in own):
+            raise RuntimeError(
+                "backward() ran twice before step(), but what the first one found is on its way "
+                "already: accumulate gradients under model.no_sync(), all but the last"
+            )
+        if not self._take(slot, reached, key, grad_scale, found_inf):
+            for group, own in zip(self.param_groups, reached, strict=True):
+                rounds.contribute_duals(group, own, slot)
+        self._exchange.send(self.param_groups, members, self._preconditioners())
+
+    def _check_gradients(self, slot: int) -> None:
+        """Raise if gradients are not what a rank needs; before anything changes."""
+        if self._exchange is None:
+            return
+        if self._attached is not None:
+            self._attached.check(slot)
+        if self.iteration == 0:
+            model = None if self._attached is None else self._attached.model
+            self._exchange.ranks.refuse_averages(self._params, model)
 
     def _free_slots(self) -> list[int]:
         return rounds.slots(~self.param_groups[0]["visited"], self.batches)
@@ -211,26 +376,33 @@ class ConsensusOptimizer(Optimizer):
             )
         return batch
 
-    def _members(self, group: Group) -> list[Member]:
+    def _preconditioners(self) -> list[Preconditioner]:
+        return [self.preconditioner(group) for group in self.param_groups]
+
+    def _members(self) -> list[list[Member]]:
+        """All parameters that have, or now get, state; by group."""
         members = []
-        states, dense = self.state, torch.strided
-        for param in group["params"]:
-            grad = param.grad
-            if grad is not None and grad.layout is not dense:
-                raise ValueError(
-                    f"gradients must be dense, got {grad.layout} for a parameter of shape "
-                    f"{tuple(param.shape)}; give nn.Embedding sparse=False"
-                )
-            state = states.get(param)
-            if state is None:
-                if grad is None:
-                    continue
-                state = self._init_state(param, group)
-            # Numbers of devices, -1 for the CPU, are had for less than devices.
-            if state["dual.0"].get_device() != param.get_device():
-                _move_state(state, param.device)
-            members.append(Member(param, grad, state))
+        for group in self.param_groups:
+            own = [self._member(param, param.grad, group) for param in group["params"]]
+            found = [member for member in own if member is not None]
+            members.append(rounds.here(group, found, self.preconditioner(group)))
         return members
+
+    def _member(self, param: Tensor, grad: Tensor | None, group: Group) -> Member | None:
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(
+                f"gradients must be dense, got {grad.layout} for a parameter of shape "
+                f"{tuple(param.shape)}; give nn.Embedding sparse=False"
+            )
+        state = self.state.get(param)
+        if state is None:
+            if grad is None:
+                return None
+            state = self._init_state(param, group)
+        # Numbers of devices, -1 for the CPU, are had for less than devices.
+        if state["dual.0"].get_device() != param.get_device():
+            _move_state(state, param.device)
+        return Member(param, grad, state)
 
     def _report_nonfinite(self, wait: bool = False) -> None:
         self._watch.report(lambda params: nonfinite.named(params, self.param_groups), wait)
@@ -271,6 +443,9 @@ class ConsensusOptimizer(Optimizer):
                 f"gamma must be a number when capturable=True, got {group['gamma']!r}: a replayed "
                 "graph runs no Python; change the group's sigma tensors instead"
             )
+        for flag in ("capturable", "stochastic_rounding"):
+            if group[flag] and group["ranks"] > 1:
+                raise ValueError(f"{flag} must be False with a process_group, got True")
         self._check_own(group)
 
     def _prepare(self, group: Group) -> None:
@@ -280,6 +455,9 @@ class ConsensusOptimizer(Optimizer):
             if not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"params must be floating point or complex, got {param.dtype}")
         rounds.check_fused(group, self.preconditioner(group))
+        if self._exchange is not None:
+            self._exchange.ranks.refuse_shards(params)
+            self._exchange.ranks.welcome(params)
         device = params[0].device if params else torch.device("cpu")
         if group["capturable"] and isinstance(group["lr"], Tensor) and group["lr"].device != device:
             raise ValueError(
@@ -296,7 +474,10 @@ class ConsensusOptimizer(Optimizer):
             if param.requires_grad:
                 self._init_state(param, group)
         if group["initial_consensus"]:
-            settings = rounds.total_sigma(group), group["consensus_decay"], rounds.lr(group)
+            total = rounds.total_sigma(group)
+            if self._exchange is not None:
+                total = self._exchange.ranks.tally([total], device).item()
+            settings = total, group["consensus_decay"], rounds.lr(group)
             with torch.no_grad():
                 for param in params:
                     param.copy_(pisa.initial_consensus(param, *settings))
@@ -314,7 +495,7 @@ class ConsensusOptimizer(Optimizer):
                 state[state_key(name, slot)] = value
             device = param.device if group["capturable"] else "cpu"
             state[state_key("step", slot)] = torch.zeros((), device=device)
-        if self.batches > 1:
+        if not rounds.alone(group):
             state["pending"] = dual
         state["arrived"] = 0
         return state
@@ -340,6 +521,11 @@ class ConsensusOptimizer(Optimizer):
             for param in group["params"]:
                 if param.requires_grad and param not in self.state:
                     self._init_state(param, group)
+
+
+def _took(member: Member, slot: int) -> bool:
+    """Whether the batch has contributed to this parameter in this round."""
+    return bool(member.state["arrived"] >> slot & 1)
 
 
 def _move_state(state: dict[str, Any], device: torch.device) -> None:

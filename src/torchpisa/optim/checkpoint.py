@@ -37,6 +37,12 @@ def check(state_dict: dict[str, Any], groups: Sequence[Group], state: dict[Tenso
                 f"state_dict must be for batches={group['batches']}, got batches="
                 f"{saved['batches']}: every batch has its own dual"
             )
+        ranks = saved.get("ranks", 1)  # what was saved before there were ranks has none
+        if ranks != group["ranks"]:
+            raise ValueError(
+                f"state_dict must be that of one of {group['ranks']} ranks, got one of {ranks}: "
+                "use torchpisa.distributed.load, which shares the duals out anew"
+            )
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"state_dict must have {len(group['params'])} parameters in group {number}, "

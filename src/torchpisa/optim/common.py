@@ -1,12 +1,16 @@
 """Arguments that PISA, SISA and NSISA share, with their defaults."""
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from torchpisa.penalty import Gamma
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DEFAULTS", "SHARED", "Common"]
 
@@ -21,7 +25,8 @@ class Common(TypedDict, total=False):
         batches: \(m\), the number of batches that make a round. `step()` is called once for each
             of them; the weights move in the last call. Default 1.
         weights: \(\alpha_i\), the batches' shares of the data, or their sizes. Constant in time.
-            Default equal.
+            With a `process_group`, those of this rank's batches, which are compared with all
+            ranks'. Default equal.
         lr: relative learning rate, a number or a tensor, for torch's schedulers: it divides sigma
             and rho. Default 1.
         weight_decay: \(\mu - \lambda\), L2 term in every batch's gradient. Default 0.
@@ -51,6 +56,14 @@ class Common(TypedDict, total=False):
             whole rounds can be captured in a CUDA graph. Default False.
         state_dtype: dtype of duals and other state; None is the parameter's own, but float32 for
             half-precision parameters. Complex parameters keep theirs. Default None.
+        process_group: a `torch.distributed` process group, or a mesh of one dimension, whose ranks
+            are the nodes: each holds `batches` of them, with their duals, and the consensus is one
+            sum over all ranks. Gradients must be those of the rank's own data; see
+            `torchpisa.distributed.attach` for DistributedDataParallel and
+            `torchpisa.distributed.shard` for FSDP. When parameters are added, all ranks take those
+            of the first. Default None, this process alone.
+        reduce_dtype: what crosses the network, such as `torch.bfloat16` for half of the bytes;
+            weights are never rounded to it. Default None, the dtype of the state.
     """
 
     gamma: Gamma | Sequence[Gamma]
@@ -69,6 +82,8 @@ class Common(TypedDict, total=False):
     stochastic_rounding: bool
     capturable: bool
     state_dtype: torch.dtype | None
+    process_group: "ProcessGroup | DeviceMesh | None"
+    reduce_dtype: torch.dtype | None
 
 
 DEFAULTS: Common = {
@@ -88,7 +103,9 @@ DEFAULTS: Common = {
     "stochastic_rounding": False,
     "capturable": False,
     "state_dtype": None,
+    "process_group": None,
+    "reduce_dtype": None,
 }
 
 # One value for the whole optimizer: a round is a round of all parameters.
-SHARED = ("batches", "weights", "clip", "nonfinite")
+SHARED = ("batches", "ranks", "weights", "clip", "nonfinite")

@@ -1,17 +1,20 @@
 """What to do about gradients that are not finite, and how the host hears of them."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchpisa.kernels import sharded
 from torchpisa.kernels.fused import Plan
 from torchpisa.kernels.job import Kernel, Member, real
 from torchpisa.kernels.table import Launch
 from torchpisa.optim.rounds import Group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Verdict", "Watch", "verdict"]
 
@@ -23,11 +26,13 @@ class Verdict(NamedTuple):
         present: False if it is left out.
         keep: a tensor that says so, where only the device knows.
         search: the kernels are to look while they work, and to leave out single entries.
+        problem: what is wrong with it, if that is to be raised.
     """
 
     present: bool = True
     keep: Tensor | None = None
     search: bool = False
+    problem: str | None = None
 
 
 def verdict(
@@ -45,39 +50,49 @@ def verdict(
         kernels: what steps them.
         found_inf: the finding of a GradScaler, if there is one; then nothing is looked at.
         where: batch and iteration, for the message.
-
-    Raises:
-        FloatingPointError: a gradient is not finite and `nonfinite="raise"`.
     """
     mode = groups[0]["nonfinite"]
-    if found_inf is None and mode == "ignore":
+    everyone = [member for own in members for member in own]
+    if not everyone or (found_inf is None and mode == "ignore"):
         return Verdict()
+    home = everyone[0].param.device
     plans = [kernel for kernel in kernels if isinstance(kernel, Plan)]
     pairs = zip(members, kernels, strict=True)
     rest = _gradients([own for own, kernel in pairs if not isinstance(kernel, Plan)])
+    # A gradient of which every process holds a part is left out by all of them or by none.
+    over = sharded.groups([member.origin for member in everyone])
     if found_inf is None and mode == "raise":
+        bad = []
         if rest and _any_nonfinite(rest):
-            bad = [m.param for own in members for m in own if not _is_finite(m.grad)]
-            if bad:
-                raise FloatingPointError(
-                    f"non-finite gradient in {where}: {named(bad, groups)}. Nothing was changed; "
-                    "nonfinite='skip' leaves such batches out"
-                )
-        return Verdict(search=bool(plans))
-    if not any(members):
-        return Verdict()
+            bad = [member.origin for member in everyone if not _is_finite(member.grad)]
+        is_bad = bool(bad)
+        if over and not plans:
+            is_bad = bool(_anywhere(torch.tensor(is_bad, device=home), over))
+        if not is_bad:
+            return Verdict(search=bool(plans))
+        names = named(bad, groups) if bad else "in a shard of another process"
+        return Verdict(present=False, problem=f"non-finite gradient in {where}: {names}")
     if found_inf is not None:
         bad_batch = found_inf.reshape(()) > 0
     else:
         found = [own for plan in plans for own in plan.any_nonfinite()]
         if rest:
             found.append(_any_nonfinite(rest))
-        if not found:
+        if not found and not over:
             return Verdict()
-        bad_batch = functools.reduce(torch.logical_or, (own.to(found[0].device) for own in found))
+        bad_batch = torch.zeros((), dtype=torch.bool, device=home)
+        for own in found:
+            bad_batch = bad_batch | own.to(home)
+    if over:
+        return Verdict(present=not _anywhere(bad_batch, over))
     if bad_batch.device.type != "cpu" or groups[0]["capturable"]:
         return Verdict(keep=bad_batch.logical_not())
     return Verdict(present=not bad_batch)
+
+
+def _anywhere(found: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
+    """`found`, or the same in another process that holds parts of the same parameters."""
+    return sharded.summed(sharded.local(found).float(), over) > 0
 
 
 def named(params: Sequence[Tensor], groups: Sequence[Group]) -> str:
@@ -157,7 +172,7 @@ class Watch:
         bad = []
         for launch, members in sent.launches:
             flags = zip(launch.order, launch.seen.tolist(), strict=True)
-            bad += [members[number].param for number, flag in flags if flag]
+            bad += [members[number].origin for number, flag in flags if flag]
             launch.nonfinite.zero_()
         raise FloatingPointError(
             f"non-finite gradient in {sent.where}: {name(bad)}. Those entries were left out, the "
@@ -166,11 +181,12 @@ class Watch:
 
 
 def _gradients(members: Sequence[list[Member]]) -> list[Tensor]:
-    return [real(m.grad) for own in members for m in own if m.grad is not None and m.grad.numel()]
+    grads = [sharded.local(m.grad) for own in members for m in own if m.grad is not None]
+    return [real(grad) for grad in grads if grad.numel()]
 
 
 def _is_finite(grad: Tensor | None) -> bool:
-    return grad is None or bool(grad.isfinite().all())
+    return grad is None or bool(sharded.local(grad).isfinite().all())
 
 
 def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:

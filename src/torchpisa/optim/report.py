@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpisa.kernels import sharded
 from torchpisa.kernels.job import real, state_key
 from torchpisa.optim import rounds
 from torchpisa.optim.rounds import Group
@@ -91,12 +92,18 @@ def effective(
             if step is None or not step or not param.numel():
                 continue
             suffix = state_key("", slot)
-            named = {k.removesuffix(suffix): real(v) for k, v in own.items() if k.endswith(suffix)}
+            named = {
+                key.removesuffix(suffix): real(sharded.local(value))
+                for key, value in own.items()
+                if key.endswith(suffix)
+            }
             q = preconditioner.diagonal(named["dual"], named, step.item())
             if q is not None:
                 q = q.reshape(-1)[:: max(1, q.numel() // _SAMPLES_PER_TENSOR)]
                 scales.append((float(sigma), float(rho) * q.double().cpu()))
-    step_size = lr / float(rounds.total_sigma(group))
+    # On several ranks as if the others' sigmas were like this one's.
+    share = sum(group["weights"]) if group["ranks"] > 1 else 1.0
+    step_size = lr * share / float(rounds.total_sigma(group))
     if not scales:
         return Effective(step_size, None, None, None)
     sigma = torch.cat([torch.full_like(rq, s) for s, rq in scales])

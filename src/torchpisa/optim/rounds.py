@@ -6,7 +6,7 @@ them that were not skipped) and `kept` (the same, as far as only the device know
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +14,32 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.kernels import blocked, foreach, fused, loop, native
+from torchpisa.kernels import blocked, foreach, fused, loop, native, sharded
 from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, real
 from torchpisa.optim import arguments
 from torchpisa.preconditioners import Preconditioner
 
-__all__ = ["PROGRESS", "Group", "choose", "close", "local_step", "next_sigmas", "slots"]
+__all__ = [
+    "PROGRESS",
+    "Group",
+    "alone",
+    "choose",
+    "consensus",
+    "finish",
+    "local_step",
+    "next_sigmas",
+    "settle",
+    "slots",
+]
 
 Group = dict[str, Any]
 
 PROGRESS: Group = {"iteration": 0, "visited": 0, "present": 0, "kept": None}
+
+
+def alone(group: Group) -> bool:
+    """Whether a round is a single batch, so that its step can move the weights at once."""
+    return bool(group["batches"] == 1 and group["ranks"] == 1)
 
 
 def slots(bits: int, batches: int) -> list[int]:
@@ -46,7 +62,7 @@ def check_fused(group: Group, preconditioner: Preconditioner) -> None:
     """Raise ValueError if a group asks for fused kernels that cannot step its parameters."""
     if not group["fused"]:
         return
-    params = group["params"]
+    params = [sharded.local(param) for param in group["params"]]
     if _on_cpu(params):
         found = _cpu_kernel(params, preconditioner, insist=True)
         reason = found if isinstance(found, str) else None
@@ -58,22 +74,33 @@ def check_fused(group: Group, preconditioner: Preconditioner) -> None:
         raise ValueError(f"fused=True is not possible: {reason}")
 
 
+def here(group: Group, members: list[Member], preconditioner: Preconditioner) -> list[Member]:
+    """Members as a kernel takes them: of sharded parameters the parts that this process holds.
+
+    Not for preconditioners of which nothing is known: they may need all of a parameter, and what
+    they compute with sharded tensors is right, if slow.
+    """
+    if group["foreach"] is False or not foreach.knows(preconditioner):
+        return members
+    return [sharded.part(member) for member in members]
+
+
 def choose(
     group: Group,
-    number: int,
+    key: Hashable,
     members: list[Member],
     preconditioner: Preconditioner,
     slot: int,
     plans: fused.Plans,
 ) -> Kernel:
-    """What computes the local step of a batch over `members` of parameter group `number`."""
+    """What computes the local step of a batch over `members` of a group; `key` names them."""
     if _wants_fused(group):
         params = [member.param for member in members]
         found: Kernel | str
         if _on_cpu(params):
             found = _cpu_kernel(params, preconditioner, insist=bool(group["fused"]))
         else:
-            found = fused.find(plans, (number, slot), members, preconditioner, slot)
+            found = fused.find(plans, (key, slot), members, preconditioner, slot)
         if not isinstance(found, str):
             return found
         if group["fused"]:
@@ -106,37 +133,51 @@ def local_step(
         _remember(group, slot, keep)
 
 
-def close(
+def settle(group: Group, members: list[Member], preconditioner: Preconditioner) -> None:
+    """Complete the pending sums of `members`, each of which some batch of the round has reached.
+
+    A batch that did not reach a parameter had gradient zero there; one that was absent contributes
+    its dual.
+    """
+    kept = group["kept"]
+    for slot in range(group["batches"]):
+        missed = [
+            member._replace(grad=None)
+            for member in members
+            if not member.state["arrived"] >> slot & 1
+        ]
+        if not missed:
+            continue
+        if group["present"] >> slot & 1:
+            keep = None if kept is None else kept[slot]
+            job = _job(group, missed, preconditioner, slot, keep)
+            _able(foreach if _use_foreach(group, missed) else loop, job).local_step(job)
+        else:
+            contribute_duals(group, missed, slot)
+
+
+def contribute_duals(group: Group, members: list[Member], slot: int) -> None:
+    """Let a batch that is absent for `members` contribute its duals."""
+    loop.add_dual(members, slot, group["weights"][slot], group["stochastic_rounding"])
+
+
+def consensus(
     group: Group,
     number: int,
     members: list[Member],
-    preconditioner: Preconditioner,
+    total: Scalar,
+    keep: Tensor | None,
     plans: fused.Plans,
 ) -> None:
-    """Settle who was missing, take the consensus, and make the group ready for the next round.
+    """Equation (2.9) for `members` of group `number`, from pending sums and S, their `total`."""
+    if members:
+        kernel = _consensus_kernel(group, number, members, keep, plans)
+        kernel.consensus(members, _move(group, total), keep)
 
-    A parameter that no batch reached is left alone. Otherwise a batch that did not reach it had
-    gradient zero there, and a batch that was absent contributes its dual.
-    """
-    reached = [member for member in members if member.state["arrived"]]
-    batches, kept = group["batches"], group["kept"]
-    if batches > 1 and reached:
-        for slot in range(batches):
-            if group["present"] >> slot & 1:
-                missed = [
-                    member._replace(grad=None)
-                    for member in reached
-                    if not member.state["arrived"] >> slot & 1
-                ]
-                keep = None if kept is None else kept[slot]
-                job = _job(group, missed, preconditioner, slot, keep)
-                _able(foreach if _use_foreach(group, missed) else loop, job).local_step(job)
-            else:
-                weight, rounding = group["weights"][slot], group["stochastic_rounding"]
-                loop.add_dual(reached, slot, weight, rounding)
-        kernel = _consensus_kernel(group, number, reached, plans)
-        kernel.consensus(reached, _move(group), None if kept is None else kept.any())
-    for member in reached:
+
+def finish(group: Group, members: list[Member]) -> None:
+    """Make the group ready for the next round."""
+    for member in members:
         member.state["arrived"] = 0
     group.update({**PROGRESS, "iteration": group["iteration"] + 1})
 
@@ -144,7 +185,7 @@ def close(
 def _remember(group: Group, slot: int, keep: Tensor | None) -> None:
     """Note in `kept` who took part, from the first batch on for which only the device knows."""
     kept: Tensor | None = group["kept"]
-    if group["batches"] == 1 or (kept is None and keep is None):
+    if alone(group) or (kept is None and keep is None):
         return
     if kept is None:
         assert keep is not None
@@ -152,11 +193,12 @@ def _remember(group: Group, slot: int, keep: Tensor | None) -> None:
         for earlier in slots(group["present"], group["batches"]):
             kept[earlier].fill_(True)
         group["kept"] = kept
-    kept[slot].copy_(torch.ones_like(kept[slot]) if keep is None else keep)
+    # Part of a batch may be stepped before the rest: it took part if any of it did.
+    kept[slot].logical_or_(torch.ones_like(kept[slot]) if keep is None else keep)
 
 
 def total_sigma(group: Group) -> Scalar:
-    """S, the weighted sum of all sigmas of the round."""
+    """S, the weighted sum of all sigmas of the round; on several ranks, this one's part of it."""
     pairs = zip(group["weights"], per_batch(group, "sigma"), strict=True)
     total: Scalar = sum(weight * sigma for weight, sigma in pairs)
     return total
@@ -168,10 +210,8 @@ def lr(group: Group) -> Scalar:
     return value.reshape(()) if isinstance(value, Tensor) else value
 
 
-def _move(group: Group) -> Move:
-    return Move(
-        total_sigma(group), group["consensus_decay"], lr(group), group["stochastic_rounding"]
-    )
+def _move(group: Group, total: Scalar) -> Move:
+    return Move(total, group["consensus_decay"], lr(group), group["stochastic_rounding"])
 
 
 def _job(
@@ -194,7 +234,7 @@ def _job(
         grad_scale=None,
         clip_scale=None,
         keep=keep,
-        move=_move(group) if group["batches"] == 1 else None,
+        move=_move(group, total_sigma(group)) if alone(group) else None,
         stochastic_rounding=group["stochastic_rounding"],
     )
 
@@ -206,18 +246,19 @@ def per_batch(group: Group, name: str) -> list[Any]:
 
 
 def _clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float) -> Tensor | None:
-    norms = [
-        norm
-        for job, kernel in zip(jobs, kernels, strict=True)
-        if job.preconditioner.clips
-        for norm in _able(kernel, job).residual_norm(job)
-    ]
-    if not norms:
+    squares = []
+    for job, kernel in zip(jobs, kernels, strict=True):
+        norms = _able(kernel, job).residual_norm(job) if job.preconditioner.clips else []
+        if norms:
+            dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
+            home = norms[0].device
+            own = torch.stack([norm.to(home, dtype) for norm in norms]).square().sum()
+            wholes = [member.whole for member in job.members if member.whole is not None]
+            squares.append(sharded.summed(own, sharded.groups(wholes)))
+    if not squares:
         return None
-    dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
-    total = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
-    )
+    dtype = functools.reduce(torch.promote_types, (square.dtype for square in squares))
+    total = torch.stack([square.to(squares[0].device, dtype) for square in squares]).sum().sqrt()
     scale: Tensor = clip / total
     return scale.clamp(max=1)
 
@@ -232,13 +273,13 @@ def _able(kernel: Kernel, job: LocalJob) -> Kernel:
 
 
 def _consensus_kernel(
-    group: Group, number: int, members: list[Member], plans: fused.Plans
+    group: Group, number: int, members: list[Member], keep: Tensor | None, plans: fused.Plans
 ) -> Kernel:
     if _wants_fused(group) and not _on_cpu([member.param for member in members]):
         plan = fused.find_consensus(plans, (number, "consensus"), members)
         if not isinstance(plan, str):
             return plan
-    if group["kept"] is None and _use_foreach(group, members):
+    if keep is None and _use_foreach(group, members):
         return foreach
     return loop
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
+from torchpisa.optim import ranks
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.common import Common
 from torchpisa.optim.rounds import Group
@@ -75,7 +76,8 @@ def fill_in(
 ) -> tuple[float | Sequence[float], float | Sequence[float]]:
     """The defaults of SISA's rule. Duals of batches that differ grow; they need a larger sigma, and
     less momentum, than one dual on mixed data does."""
-    default_sigma, default_rho = (0.5, 1e3) if common.get("batches", 1) == 1 else (2.0, 100.0)
+    single = common.get("batches", 1) == 1 and ranks.join(common.get("process_group"), None) is None
+    default_sigma, default_rho = (0.5, 1e3) if single else (2.0, 100.0)
     return (
         default_sigma if sigma is None else sigma,
         default_rho if rho is None else rho,

@@ -1,0 +1,6 @@
+"""PISA, SISA and NSISA on many processes: each rank or replica is a node with its own duals."""
+
+from torchpisa.distributed.ddp import attach
+from torchpisa.distributed.fsdp import shard
+
+__all__ = ["attach", "shard"]

@@ -1,0 +1,150 @@
+"""DistributedDataParallel: the consensus in place of the average of gradients."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchpisa.optim.base import ConsensusOptimizer
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+    from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["attach"]
+
+
+def attach(
+    optimizer: ConsensusOptimizer,
+    model: "DistributedDataParallel",
+    *,
+    scaler: "torch.amp.GradScaler | None" = None,
+) -> None:
+    """Let the backward pass of `model` take the local steps of `optimizer`.
+
+    As soon as a bucket of gradients is complete, its parameters are stepped and the sum of their
+    contributions over all ranks is started, while the backward pass goes on. `optimizer.step()`
+    waits for the sums and moves the weights. Gradients stay those of each rank's own data.
+
+    What needs all gradients at once waits for `step()`: `clip`, preconditioners that solve for all
+    parameters together, and, of several batches per rank, all but the last of a round.
+
+    Call it once, on every rank, before the first backward pass. Gradients that are changed between
+    the backward pass and `step()`, by `torch.nn.utils.clip_grad_norm_` for instance, have been used
+    by then: give the optimizer `clip` instead.
+
+    Args:
+        optimizer: one with a `process_group` of the same ranks as the model's.
+        model: all of its parameters that are trained are in the optimizer.
+        scaler: the GradScaler, if one is used: the backward pass sees gradients that it has scaled.
+    """
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "model must be a torch.nn.parallel.DistributedDataParallel, got "
+            f"{type(model).__name__}; any other model needs no attach"
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
+    if not isinstance(optimizer, ConsensusOptimizer):
+        raise ValueError(f"optimizer must be one of torchpisa's, got {type(optimizer).__name__}")
+    theirs = distributed.get_process_group_ranks(model.process_group)
+    if optimizer._exchange is None:
+        if len(theirs) > 1:
+            raise ValueError(
+                "optimizer must have been made with process_group=, for example "
+                "torch.distributed.group.WORLD, to be attached to a model"
+            )
+        return  # a single rank has nobody to average with
+    ours = distributed.get_process_group_ranks(optimizer._exchange.ranks.group)
+    if ours != theirs:
+        raise ValueError(
+            f"optimizer must have the process_group of the model, ranks {theirs}, got {ours}"
+        )
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.module.named_parameters():
+        if param.requires_grad and id(param) not in known:
+            raise ValueError(
+                f"optimizer must have all parameters of the model that are trained, but not {name}:"
+                " nobody would average its gradient"
+            )
+    hook = _Hook(optimizer, model, scaler)
+    model.register_comm_hook(None, lambda _, bucket: hook.on_bucket(bucket))
+    optimizer._attached = hook
+
+
+class _Hook:
+    """What is called for every bucket of gradients, on the thread that computes them."""
+
+    def __init__(
+        self,
+        optimizer: ConsensusOptimizer,
+        model: "DistributedDataParallel",
+        scaler: "torch.amp.GradScaler | None",
+    ) -> None:
+        self.model = model
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._group_of: dict[int, int] = {}
+        # With unused parameters a bucket holds zeros for them, so who was reached is noted apart.
+        self._notes = bool(model.find_unused_parameters or model.static_graph)
+        self._reached: set[int] = set()
+        if self._notes:
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def on_bucket(self, bucket: "GradBucket") -> torch.futures.Future[Tensor]:
+        """Step a bucket's parameters and send their contributions; gradients stay as they are."""
+        if self._overlaps():
+            buffer = bucket.buffer()
+            scale = found_inf = None
+            if self._scaler is not None and self._scaler.is_enabled():
+                scale = self._scaler._get_scale_async()
+                found_inf = buffer.isfinite().all().logical_not()
+            pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            params = [
+                (self._group(param), param, grad if self._was_reached(param) else None)
+                for param, grad in pairs
+            ]
+            self._optimizer._step_early(params, bucket.index(), scale, found_inf)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def check(self, slot: int) -> None:
+        """See `Attached`."""
+        self._reached.clear()
+        exchange = self._optimizer._exchange
+        if not self._overlaps():
+            return
+        if slot != self._optimizer._last_slot or exchange is None or not exchange.begun:
+            raise RuntimeError(
+                "step() found no gradients on their way: an attached optimizer needs a backward "
+                "pass of the DistributedDataParallel model, not under no_sync(), before the step "
+                "that ends a round, on every rank"
+            )
+
+    def _overlaps(self) -> bool:
+        """Whether the next step ends a round and can be taken bucket by bucket."""
+        optimizer = self._optimizer
+        if optimizer._last_slot is None or optimizer.param_groups[0]["clip"] is not None:
+            return False
+        return not any(own.joint for own in optimizer._preconditioners())
+
+    def _note(self, param: Tensor) -> None:
+        self._reached.add(id(param))
+
+    def _was_reached(self, param: Tensor) -> bool:
+        return not self._notes or id(param) in self._reached
+
+    def _group(self, param: Tensor) -> int:
+        if id(param) not in self._group_of:
+            self._group_of = {
+                id(own): number
+                for number, group in enumerate(self._optimizer.param_groups)
+                for own in group["params"]
+            }
+        return self._group_of[id(param)]

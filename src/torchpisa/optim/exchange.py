@@ -1,0 +1,136 @@
+"""A round over several ranks: who contributes what, in which order, and what follows from it.
+
+Every rank joins every collective of every round, in the same order, whatever happened to its
+batches: one that was left out contributes its dual. A parameter that no batch of any rank reached
+is left alone, but a rank knows only its own batches when it has to contribute. So it contributes
+what is right if another rank reached the parameter, and takes that back if none did.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.kernels.fused import Plans
+from torchpisa.kernels.job import Member
+from torchpisa.optim import rounds
+from torchpisa.optim.ranks import Ranks
+from torchpisa.optim.rounds import Group
+from torchpisa.preconditioners import Preconditioner
+
+__all__ = ["Exchange"]
+
+
+class _Doubt(NamedTuple):
+    """A parameter that no batch of this rank reached, and its state before the contribution."""
+
+    member: Member
+    before: dict[str, Tensor]
+
+
+class Exchange:
+    """What is under way between the ranks in one round."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._sent: set[int] = set()
+        self._doubts: dict[int, _Doubt] = {}
+        self._unreached: set[int] = set()
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was sent in this round."""
+        return bool(self._sent)
+
+    def send(
+        self,
+        groups: Sequence[Group],
+        members: Sequence[list[Member]],
+        preconditioners: Sequence[Preconditioner],
+    ) -> None:
+        """Complete what this rank's batches contribute to `members`, and send it."""
+        for group, own, preconditioner in zip(groups, members, preconditioners, strict=True):
+            for member in own:
+                if member.state["arrived"]:
+                    continue
+                self._unreached.add(id(member.origin))
+                if group["present"]:  # otherwise only duals are contributed, and nothing changes
+                    self._doubts[id(member.origin)] = _Doubt(member, _copies(member))
+            rounds.settle(group, own, preconditioner)
+        together = [member for own in members for member in own]
+        self._sent |= {id(member.origin) for member in together}
+        self.ranks.send(together)
+
+    def close(
+        self,
+        groups: Sequence[Group],
+        members: Sequence[list[Member]],
+        preconditioners: Sequence[Preconditioner],
+        problem: bool,
+        plans: Plans,
+    ) -> int:
+        """Send the rest, wait for the others, and take the consensus.
+
+        Args:
+            groups: the parameter groups.
+            members: all parameters with state, by group.
+            preconditioners: of each group.
+            problem: whether a batch of this rank was left out for a reason that is to be raised.
+            plans: of the fused kernels.
+
+        Returns:
+            How many ranks had a problem, as far as this one was told.
+        """
+        rest = [[m for m in own if id(m.origin) not in self._sent] for own in members]
+        self.send(groups, rest, preconditioners)
+        everyone = [member for own in members for member in own]
+        device = everyone[0].param.device if everyone else torch.device("cpu")
+        kept = groups[0]["kept"]
+        present: Scalar = groups[0]["present"].bit_count() if kept is None else kept.sum()
+        reached = [float(id(member.origin) not in self._unreached) for member in everyone]
+        sigmas = [rounds.total_sigma(group) for group in groups]
+        total = self.ranks.tally([*sigmas, present, float(problem), *reached], device)
+        self.ranks.receive()
+
+        # The host reads the sums only if it has to, because that may mean to wait for a GPU: what
+        # this rank's own batches have reached and moved needs no confirmation by others.
+        told = device.type == "cpu" or bool(self._unreached) or not groups[0]["present"]
+        sums: Sequence[Scalar] = total.tolist() if told else list(total.unbind())
+        moves = sums[len(groups)]
+        keep = None
+        if kept is not None and not told:
+            keep = total[len(groups)] > 0
+        if told:
+            numbers = sums[len(groups) + 2 :]
+            left = {id(m.origin) for m, n in zip(everyone, numbers, strict=True) if not n}
+            for key in left & self._doubts.keys():
+                _restore(self._doubts[key])
+            members = [[m for m in own if id(m.origin) not in left] for own in members]
+        for number, (group, own) in enumerate(zip(groups, members, strict=True)):
+            if not told or moves:
+                rounds.consensus(group, number, own, sums[number], keep, plans)
+        for group in groups:
+            rounds.finish(group, everyone)
+        self.forget()
+        return int(sums[len(groups) + 1]) if told else int(problem)
+
+    def forget(self) -> None:
+        """Be ready for the next round."""
+        self._sent.clear()
+        self._doubts.clear()
+        self._unreached.clear()
+
+
+def _copies(member: Member) -> dict[str, Tensor]:
+    return {
+        key: value.clone()
+        for key, value in member.state.items()
+        if isinstance(value, Tensor) and key != "pending"
+    }
+
+
+def _restore(doubt: _Doubt) -> None:
+    for key, value in doubt.before.items():
+        doubt.member.state[key].copy_(value)

@@ -1,0 +1,301 @@
+"""The other ranks of a process group: what they agree on, and the sums that cross to them.
+
+Every rank is a node of the paper, or holds several. In a round it adds up the contributions of its
+own batches in `pending`; the sum of those over all ranks is what the consensus needs. This is all
+that crosses the network, besides a short line of numbers per round (`tally`).
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.kernels.job import Member, real
+from torchpisa.kernels.sharded import is_sharded, local
+from torchpisa.optim import arguments
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+    from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Ranks", "join"]
+
+T = TypeVar("T")
+
+# What DistributedDataParallel cuts gradients into.
+_BUCKET_BYTES = 25 * 2**20
+# Where kernels read and write widest.
+_ALIGNMENT = 16
+
+
+def join(process_group: Any, reduce_dtype: torch.dtype | None) -> "Ranks | None":
+    """The ranks of `process_group`, or None if there is nobody to talk to.
+
+    Args:
+        process_group: a process group, a one-dimensional device mesh, or None.
+        reduce_dtype: what contributions cross the network in.
+    """
+    if process_group is None:
+        return None
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                "process_group must be a process group or a mesh of one dimension, got one of "
+                f"{process_group.ndim}: name the one that replicas lie along, as in "
+                "mesh['replicate']"
+            )
+        process_group = process_group.get_group()
+    if not isinstance(process_group, distributed.ProcessGroup):
+        raise ValueError(
+            "process_group must be a torch.distributed process group (such as "
+            f"torch.distributed.group.WORLD) of which this process is a member, got "
+            f"{process_group!r}"
+        )
+    if distributed.get_world_size(process_group) == 1:
+        return None
+    return Ranks(process_group, reduce_dtype)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A sum under way, and where it goes when it has arrived."""
+
+    work: "Work"
+    wire: Tensor
+    flat: Tensor
+
+
+class Ranks:
+    """The ranks of a process group, as seen from one of them."""
+
+    def __init__(self, group: "ProcessGroup", reduce_dtype: torch.dtype | None) -> None:
+        from torch import distributed
+
+        self.group = group
+        self.size: int = distributed.get_world_size(group)
+        self.rank: int = distributed.get_rank(group)
+        self._reduce_dtype = reduce_dtype
+        self.all_shares: list[float] = []
+        self._sent: list[_Sent] = []
+
+    # Agreements
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, by rank."""
+        from torch import distributed
+
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, what: str, value: object) -> None:
+        """Raise ValueError, on all ranks, if `value` is not the same on all of them."""
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ValueError(
+                    f"{what} must be the same on all ranks of process_group, got {values[0]!r} on "
+                    f"rank 0 and {other!r} on rank {rank}"
+                )
+
+    def shares(self, weights: Sequence[float] | None, batches: int) -> list[float]:
+        """alpha_i of this rank's batches, from the weights of all ranks' batches."""
+        given = self.gather((batches, weights if weights is None else [float(w) for w in weights]))
+        kinds = [(own, weights is None) for own, weights in given]
+        if any(kind != kinds[0] for kind in kinds):
+            raise ValueError(
+                "batches must be the same, and weights given or not given, on all ranks of "
+                f"process_group, got (batches, weights) by rank: {given}"
+            )
+        everyone = None if weights is None else [w for _, own in given for w in own or ()]
+        self.all_shares = arguments.shares(everyone, batches * self.size)
+        return self.all_shares[self.rank * batches : (self.rank + 1) * batches]
+
+    def welcome(self, params: Sequence[Tensor]) -> None:
+        """Check that all ranks add the same `params`, and give them the first rank's values."""
+        self.agree("the number of parameters", len(params))
+        kinds = self.gather([_kind(param) for param in params])
+        for others in zip(*kinds, strict=True):
+            if any(kind != others[0] for kind in others):
+                raise ValueError(
+                    "parameters must have the same shapes and dtypes, in the same order, on all "
+                    f"ranks of process_group, got, by rank: {', '.join(others)}"
+                )
+        self.broadcast(params)
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite `tensors` by those of the first rank, as DistributedDataParallel does."""
+        from torch import distributed
+
+        first = distributed.get_global_rank(self.group, 0)
+        for tensor in map(local, tensors):
+            sent = tensor.contiguous()
+            distributed.broadcast(sent, first, group=self.group)
+            if sent is not tensor:
+                tensor.copy_(sent)
+
+    # The consensus
+
+    @torch.no_grad()
+    def send(self, members: Sequence[Member]) -> None:
+        """Start adding up the members' `pending` over all ranks; `receive` finishes it.
+
+        All ranks send the same members in the same order.
+        """
+        from torch import distributed
+
+        for bucket in _buckets(members):
+            flat = real(_gathered(bucket))
+            wire = flat.to(self._reduce_dtype or flat.dtype)
+            work = distributed.all_reduce(wire, group=self.group, async_op=True)
+            assert work is not None
+            self._sent.append(_Sent(work, wire, flat))
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for everything that was sent: then every `pending` is the sum over all ranks."""
+        try:
+            for sent in self._sent:
+                sent.work.wait()
+                if sent.wire is not sent.flat:
+                    sent.flat.copy_(sent.wire)
+        finally:
+            self._sent.clear()
+
+    def tally(self, values: Sequence[Scalar], device: torch.device) -> Tensor:
+        """Add up a few numbers over all ranks, on `device`, without waiting for it."""
+        from torch import distributed
+
+        known = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+        total = torch.tensor(known, dtype=torch.float64, pin_memory=device.type == "cuda")
+        total = total.to(device, non_blocking=True)
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                total[index].copy_(value)
+        distributed.all_reduce(total, group=self.group)
+        return total
+
+    # Gradients that have been averaged already
+
+    # All duals would be equal then, and heterogeneous data no better off than with any other
+    # optimizer.
+
+    def refuse_shards(self, params: Sequence[Tensor]) -> None:
+        """Raise ValueError if ranks of this group hold shards of one replica."""
+        for param in params:
+            if is_sharded(param):
+                ranks = param.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+                if self._shares_ranks(ranks):
+                    raise ValueError(
+                        "process_group must not have two ranks that hold shards of one replica, "
+                        f"or over which fully_shard averages gradients: a parameter of shape "
+                        f"{tuple(param.shape)} is spread over ranks {ranks}. Use "
+                        "torchpisa.distributed.shard(model, mesh) instead of fully_shard, and the "
+                        "mesh of replicas that it returns as process_group"
+                    )
+
+    def refuse_averages(self, params: Sequence[Tensor], attached: object) -> None:
+        """Raise ValueError if a DistributedDataParallel model averages gradients of `params`.
+
+        Args:
+            params: the optimizer's parameters.
+            attached: the model that leaves them as they are, if there is one.
+        """
+        from torch import distributed
+
+        wanted = {id(param) for param in params}
+        for model in _data_parallel_models():
+            if model is attached or _leaves_gradients(model):
+                continue
+            if not self._shares_ranks(distributed.get_process_group_ranks(model.process_group)):
+                continue
+            if any(id(param) in wanted for param in model.parameters()):
+                raise ValueError(
+                    "gradients must be those of each rank's own data, but DistributedDataParallel "
+                    "averages them: call torchpisa.distributed.attach(optimizer, model) before "
+                    "the first backward pass, or leave process_group out to train on averages"
+                )
+
+    def _shares_ranks(self, ranks: Sequence[int]) -> bool:
+        from torch import distributed
+
+        own = distributed.get_process_group_ranks(self.group)
+        return len(set(own) & set(ranks)) > 1
+
+
+def _kind(param: Tensor) -> str:
+    return f"{param.dtype} of shape {tuple(local(param).shape)}"
+
+
+def _buckets(members: Sequence[Member]) -> Iterator[list[Member]]:
+    """Members whose pending sums cross the network together."""
+    kinds: dict[object, list[Member]] = {}
+    for member in members:
+        pending = member.state["pending"]
+        kinds.setdefault((pending.device, pending.dtype), []).append(member)
+    for alike in kinds.values():
+        bucket: list[Member] = []
+        size = 0
+        for member in alike:
+            pending = member.state["pending"]
+            own = pending.numel() * pending.element_size()
+            if bucket and size + own > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(member)
+            size += own
+        yield bucket
+
+
+def _gathered(bucket: Sequence[Member]) -> Tensor:
+    """One flat tensor of which the members' `pending` are views.
+
+    They stay that until they are sent in other company, so nothing is copied from round to round.
+    """
+    pending: list[Tensor] = [member.state["pending"] for member in bucket]
+    step = max(1, _ALIGNMENT // pending[0].element_size())
+    offsets = [0]
+    for tensor in pending:
+        offsets.append(offsets[-1] + -(-tensor.numel() // step) * step)
+    total = offsets.pop()
+    storage = pending[0].untyped_storage()
+    if storage.nbytes() == total * pending[0].element_size() and all(
+        tensor.storage_offset() == offset
+        and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        for tensor, offset in zip(pending, offsets, strict=True)
+    ):
+        return pending[0].as_strided((total,), (1,), 0)
+    # Zeros, because what lies between the views is added up, too.
+    flat = pending[0].new_zeros(total)
+    for member, tensor, offset in zip(bucket, pending, offsets, strict=True):
+        view = flat.as_strided(tensor.size(), tensor.stride(), offset)
+        view.copy_(tensor)
+        member.state["pending"] = view
+    return flat
+
+
+def _data_parallel_models() -> list["DistributedDataParallel"]:
+    """All that there are in this process: parameters do not know to which they belong."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), DistributedDataParallel)
+        if hasattr(thing, "process_group")  # whose construction has come that far
+    ]
+
+
+def _leaves_gradients(model: "DistributedDataParallel") -> bool:
+    """Whether the model's communication hook is the one that does nothing."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    return any(hook is noop_hook for hook, _ in model._comm_hooks)

@@ -1,0 +1,118 @@
+"""Real processes for tests: they talk over gloo, end within a minute, and none is left behind."""
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+TIMEOUT = 60.0
+
+# Processes are forked from a server that has imported torch once, and done nothing with it.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torchpisa.distributed"])
+
+
+class RankError(RuntimeError):
+    """A process ended without a result."""
+
+
+def run(
+    work: Callable[..., Any], ranks: int, *args: Any, killed: int | None = None, **kwargs: Any
+) -> list[Any]:
+    """`work(*args, **kwargs)` on so many ranks of a process group; what each of them returns.
+
+    Args:
+        work: a function of a module, since it is sent by name.
+        ranks: number of processes.
+        killed: a rank that is expected to be killed; its result is None.
+        *args: pickled, as the results are.
+        **kwargs: likewise.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [_CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            _CONTEXT.Process(
+                target=_main,
+                args=(pairs[rank][1], Path(folder) / "store", rank, ranks, work, args, kwargs),
+                daemon=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for _, sender in pairs:
+                sender.close()
+            return _results([receiver for receiver, _ in pairs], killed)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _results(receivers: list[Connection], killed: int | None) -> list[Any]:
+    results: list[Any] = [None] * len(receivers)
+    waiting = dict(enumerate(receivers))
+    deadline = time.monotonic() + TIMEOUT
+    failures = []
+    while waiting:
+        ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            failures.append(f"ranks {sorted(waiting)} did not end within {TIMEOUT:.0f} s")
+            break
+        for rank, receiver in list(waiting.items()):
+            if receiver not in ready:
+                continue
+            del waiting[rank]
+            try:
+                done, value = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                if rank != killed:
+                    failures.append(f"rank {rank} ended without a result")
+                continue
+            if done:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank}:\n{value}")
+                deadline = min(deadline, time.monotonic() + 5)  # for the others' side of it
+    if failures:
+        raise RankError("\n".join(failures))
+    return results
+
+
+def _main(
+    sender: Connection,
+    store: Path,
+    rank: int,
+    ranks: int,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        distributed.init_process_group(
+            "gloo",
+            store=distributed.FileStore(str(store), ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=30),
+        )
+        answer = True, work(*args, **kwargs)
+    except BaseException:
+        answer = False, traceback.format_exc()
+    sender.send_bytes(pickle.dumps(answer))
+    sender.close()
+    # Threads of gloo and of autograd may be waiting; no destructor is to wait for them.
+    os._exit(0)
