@@ -47,7 +47,9 @@ class ConsensusOptimizer(Optimizer):
     # its slot and the batches after it stay with their own duals.
     _step_supports_amp_scaling = True
 
-    _exchange: Exchange | None
+    # What connects it to other ranks; a load leaves that alone, and copies have none.
+    _exchange: Exchange | None = None
+    _attached: Attached | None = None
 
     def __init__(
         self,
@@ -91,9 +93,9 @@ class ConsensusOptimizer(Optimizer):
         self._watch = nonfinite.Watch()
         self._number = traced.register(self)
         self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
-        self._exchange = None
-        self._attached: Attached | None = None
         self._problem: str | None = None
+        if self._exchange is not None:
+            self._exchange.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._exchange is not None:
