@@ -39,8 +39,6 @@ def shard(
             f"{mesh!r}; to shard a single replica, use torch's fully_shard and leave the "
             "optimizer's process_group out"
         )
-    if "mesh" in options:
-        raise ValueError("mesh must be given once, got it among the options of fully_shard too")
     replicas, shards = (mesh[name] for name in mesh.mesh_dim_names)
     for layer in layers:
         fully_shard(layer, mesh=shards, **options)

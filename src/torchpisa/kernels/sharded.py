@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.tensor import DTensor
 
-__all__ = ["groups", "is_sharded", "local", "orthogonalize", "part", "summed"]
+__all__ = ["cut", "groups", "is_sharded", "local", "orthogonalize", "part", "summed"]
 
 # Elements that travel together. While some are orthogonalised, the next are on their way.
 _STAGE = 2**23
@@ -121,7 +121,7 @@ def orthogonalize(
             continue
         full = _like(whole, bs[index]).full_tensor()
         (o,) = newton_schulz.orthogonalize([full.flatten(1)], steps, dtype)
-        os[index] = _distributed(o.view_as(full), whole)
+        os[index] = cut(o.view_as(full), whole)
 
     def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
         return newton_schulz.orthogonalize(matrices, steps, dtype)
@@ -150,7 +150,7 @@ def _like(whole: Tensor, held: Tensor) -> "DTensor":
     )
 
 
-def _distributed(full: Tensor, whole: Tensor) -> Tensor:
+def cut(full: Tensor, whole: Tensor) -> Tensor:
     """What this process holds of `full` if it is spread like `whole`."""
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -183,7 +183,8 @@ class ConsensusOptimizer(Optimizer):
         members = self._members()
         rest = [[m for m in own if m.grad is not None and not _took(m, slot)] for own in members]
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._take(slot, rest, "step", scale, found_inf)
+        if any(rest) or self._exchange is None or not self._exchange.begun:
+            self._take(slot, rest, "step", scale, found_inf)
         self._use_up(slot, members)
         return loss
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels.job import Member, real
-from torchpisa.kernels.sharded import is_sharded, local
+from torchpisa.kernels.sharded import is_sharded, local, part
 from torchpisa.optim import arguments
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Ranks:
         """
         from torch import distributed
 
-        for bucket in _buckets(members):
+        for bucket in _buckets([part(member) for member in members]):
             flat = real(_gathered(bucket))
             wire = flat.to(self._reduce_dtype or flat.dtype)
             work = distributed.all_reduce(wire, group=self.group, async_op=True)

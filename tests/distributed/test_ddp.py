@@ -1,0 +1,363 @@
+"""DistributedDataParallel with an attached optimizer: the same result, while backward runs."""
+
+import contextlib
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.problem import (
+    alone,
+    backward,
+    batch,
+    difference,
+    here,
+    identical,
+    network,
+    settings,
+    together,
+    weights,
+)
+from tests.distributed.processes import run
+from tests.distributed.test_process_group import TOLERANCE, Branches, used_by
+from torchpisa import NSISA, SISA
+from torchpisa.distributed import attach
+
+# So small that every layer has buckets of its own.
+SMALL = {"bucket_cap_mb": 0.0002}
+
+
+def trained(
+    make: Any,
+    steps: int,
+    dtype: torch.dtype = torch.float64,
+    *,
+    per_rank: int = 1,
+    options: dict[str, Any] | None = None,
+    compiled: str = "",
+    **more: Any,
+) -> Any:
+    model = network(dtype)
+    nodes = here(per_rank)
+    opt = together(make, nodes, **more)(model.parameters())
+    inner = torch.compile(model, backend="aot_eager") if compiled == "inside" else model
+    buckets = {} if compiled else SMALL  # the compiler cuts graphs at buckets, but not that small
+    parallel = DistributedDataParallel(inner, **buckets, **(options or {}))
+    attach(opt, parallel)
+    forward: Any = parallel
+    if compiled == "outside":
+        forward = torch.compile(parallel, backend="aot_eager")
+    for step in range(steps):
+        for node in nodes:
+            opt.zero_grad()
+            backward(forward, node, step, dtype)
+            opt.step()
+    assert opt.synced
+    assert opt.iteration == steps
+    return weights(model)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("make", [SISA, NSISA])
+def test_equals_one_process(make: Any, ranks: int, views: bool, dtype: torch.dtype) -> None:
+    results = run(trained, ranks, make, 50, dtype, options={"gradient_as_bucket_view": views})
+    assert identical(results)
+    assert difference(results, alone(make, ranks, 50, dtype)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}])
+def test_options_of_the_model(options: dict[str, Any]) -> None:
+    results = run(trained, 2, SISA, 10, options=options)
+    assert difference(results, alone(SISA, 2, 10)) <= 1e-12
+
+
+@pytest.mark.parametrize("compiled", ["inside", "outside"])
+def test_compiled_model(compiled: str) -> None:
+    results = run(trained, 2, SISA, 10, compiled=compiled)
+    assert difference(results, alone(SISA, 2, 10)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "more", [{"clip": 0.7}, {"foreach": False}, {"weight_decay": 0.1, "dual_decay": 0.9}], ids=str
+)
+def test_settings_of_the_optimizer(more: dict[str, Any]) -> None:
+    results = run(trained, 2, SISA, 10, **more)
+    assert difference(results, alone(SISA, 2, 10, **more)) <= 1e-12
+
+
+@pytest.mark.parametrize("make", [SISA, NSISA])
+def test_several_batches_per_rank(make: Any) -> None:
+    results = run(trained, 2, make, 20, per_rank=2)
+    assert difference(results, alone(make, 4, 20)) <= 1e-10
+
+
+# Gradients
+
+
+def accumulated(views: bool) -> Any:
+    model = network()
+    opt = together(SISA, here())(model.parameters())
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=views, **SMALL)
+    attach(opt, parallel)
+    for step in range(8):
+        opt.zero_grad()
+        for part in range(3):
+            with parallel.no_sync() if part < 2 else contextlib.nullcontext():
+                backward(parallel, here()[0], 3 * step + part, torch.float64, 1 / 3)
+        opt.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_accumulation(views: bool) -> None:
+    model = network()
+    opt = SISA(model.parameters(), **settings(SISA, [0, 1]))
+    for step in range(8):
+        for node in range(2):
+            opt.zero_grad()
+            for part in range(3):
+                backward(model, node, 3 * step + part, torch.float64, 1 / 3)
+            opt.step()
+    assert difference(run(accumulated, 2, views), weights(model)) <= 1e-12
+
+
+def branched(spread: bool, per_rank: int = 1, views: bool = False) -> Any:
+    model = Branches()
+    if spread:
+        nodes = here(per_rank)
+        opt = together(SISA, nodes)(model.parameters())
+        forward: Any = DistributedDataParallel(
+            model, find_unused_parameters=True, gradient_as_bucket_view=views, **SMALL
+        )
+        attach(opt, forward)
+    else:
+        nodes = list(range(2 * per_rank))
+        opt = SISA(model.parameters(), **settings(SISA, nodes))
+        forward = model
+    for step in range(10):
+        for node in nodes:
+            opt.zero_grad()
+            x, y = batch(node, step)
+            nn.functional.mse_loss(forward(x, used_by(node % 2, step)), y).backward()
+            opt.step()
+        if step == 3:
+            untouched = [opt.state[p] for p in model.branches[3].parameters()]
+            assert not any(state["dual.0"].any() or state["step.0"] for state in untouched)
+    return weights(model)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_unused_parameters(views: bool) -> None:
+    results = run(branched, 2, True, views=views)
+    assert identical(results)
+    assert difference(results, branched(False)) <= 1e-12
+
+
+def test_unused_parameters_in_several_batches() -> None:
+    assert difference(run(branched, 2, True, per_rank=2), branched(False, per_rank=2)) <= 1e-12
+
+
+def gradients() -> float:
+    """How far what is left in .grad is from the gradient of this rank's own batch."""
+    model = network()
+    opt = together(SISA, here())(model.parameters())
+    parallel = DistributedDataParallel(model, **SMALL)
+    attach(opt, parallel)
+    backward(parallel, here()[0], 0, torch.float64)
+    left = [param.grad.clone() for param in model.parameters()]
+    other = network()
+    backward(other, here()[0], 0, torch.float64)
+    return difference([left], [param.grad for param in other.parameters()])
+
+
+def test_gradients_stay_those_of_a_rank() -> None:
+    assert max(run(gradients, 2)) <= 1e-14
+
+
+def order_of_events() -> list[str]:
+    model = network()
+    opt = together(SISA, here())(model.parameters())
+    parallel = DistributedDataParallel(model, **SMALL)
+    attach(opt, parallel)
+    events: list[str] = []
+    for step in range(3):  # buckets are rebuilt after the first
+        events.clear()
+        handle = model[0].weight.register_hook(
+            lambda _: events.append(f"first layer, {len(opt._exchange.ranks._sent)} sums sent")
+        )
+        backward(parallel, here()[0], step, torch.float64)
+        handle.remove()
+        events.append(f"backward over, {len(opt._exchange.ranks._sent)} sums sent")
+        opt.step()
+    return events
+
+
+def test_sums_start_while_backward_is_running() -> None:
+    for first, last in run(order_of_events, 2):
+        sent, total = (int(re.search(r"\d+", event)[0]) for event in (first, last))
+        assert 2 <= sent < total
+
+
+# Batches that are left out
+
+
+def disturbed(spread: bool, how: str, mode: str = "skip") -> Any:
+    """Node 1 has no part in step 2, all nodes none in step 4."""
+    model = network()
+    nodes = here() if spread else [0, 1]
+    scaler = torch.amp.GradScaler("cpu", enabled=how == "scaler", init_scale=1024.0)
+    if spread:
+        opt = together(SISA, nodes, nonfinite=mode)(model.parameters())
+        forward: Any = DistributedDataParallel(model, **SMALL)
+        attach(opt, forward, scaler=scaler)
+    else:
+        opt = SISA(model.parameters(), nonfinite=mode, **settings(SISA, nodes))
+        forward = model
+    raised = []
+    for step in range(8):
+        for node in nodes:
+            opt.zero_grad()
+            bad = (step == 2 and node == 1) or step == 4
+            if bad and not spread:
+                opt.skip()
+                continue
+            scale = float(scaler.scale(torch.ones(())))
+            backward(forward, node, step, torch.float64, math.nan if bad else scale)
+            try:
+                scaler.step(opt)
+            except FloatingPointError as error:
+                raised.append((step, str(error)))
+            scaler.update()
+    return weights(model), raised, scaler.get_scale()
+
+
+@pytest.mark.parametrize("how", ["infinite", "scaler"])
+def test_absent_batches(how: str) -> None:
+    expected, _, _ = disturbed(False, how="")
+    (first, _, scale), (second, _, other_scale) = run(disturbed, 2, True, how=how)
+    assert identical([first, second])
+    assert difference([first], expected) <= 1e-12
+    if how == "scaler":
+        assert (scale, other_scale) == (512.0, 256.0)
+
+
+def partly_disturbed() -> Any:
+    """One bucket of rank 1 is not finite: its duals are contributed, the others are stepped."""
+    model = network()
+    opt = together(SISA, here(), nonfinite="skip")(model.parameters())
+    parallel = DistributedDataParallel(model, **SMALL)
+    attach(opt, parallel)
+    changed = []
+    for step in range(3):
+        opt.zero_grad()
+        if step == 2 and distributed.get_rank() == 1:
+            model[4].bias.register_hook(lambda grad: grad * math.nan)
+        before = [opt.state[param]["dual.0"].clone() for param in model.parameters()]
+        backward(parallel, here()[0], step, torch.float64)
+        opt.step()
+        after = [opt.state[param]["dual.0"] for param in model.parameters()]
+        changed = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
+    assert all(param.isfinite().all() for param in model.parameters())
+    return weights(model), changed
+
+
+def test_a_bucket_that_is_not_finite() -> None:
+    (first, all_of_them), (second, changed) = run(partly_disturbed, 2)
+    assert identical([first, second])
+    assert all(all_of_them)
+    assert all(changed[:3])
+    assert not changed[5]  # the parameter itself; others of its bucket may share its fate
+
+
+def test_nonfinite_gradients_raise_on_all_ranks() -> None:
+    (first, told, _), (second, knows, _) = run(disturbed, 2, True, how="infinite", mode="raise")
+    assert [step for step, _ in told] == [step for step, _ in knows] == [2, 4]
+    assert "on another rank" in told[0][1]
+    assert "non-finite gradient in batch 0 of iteration 2: parameter" in knows[0][1]
+    assert identical([first, second])
+
+
+# Bad input
+
+
+def refused(case: str) -> str:
+    model = network()
+    world = distributed.group.WORLD
+    opt = SISA(model.parameters(), process_group=world)
+    parallel = DistributedDataParallel(model)
+    rank = distributed.get_rank()
+    try:
+        if case == "no DDP":
+            attach(opt, model)
+        elif case == "no group":
+            attach(SISA(model.parameters()), parallel)
+        elif case == "AdamW":
+            attach(torch.optim.AdamW(model.parameters()), parallel)
+        elif case == "scaler":
+            attach(opt, parallel, scaler=1024)
+        elif case == "other group":
+            other = distributed.new_group([1, 0], sort_ranks=False)
+            attach(SISA(model.parameters(), process_group=other), parallel)
+        elif case == "missing":
+            attach(SISA(list(model.parameters())[:-1], process_group=world), parallel)
+        elif case == "twice":
+            attach(opt, parallel)
+            backward(parallel, rank, 0, torch.float64)
+            backward(parallel, rank, 0, torch.float64)
+        elif case == "no backward":
+            attach(opt, parallel)
+            opt.step()
+        elif case == "no_sync":
+            attach(opt, parallel)
+            with parallel.no_sync():
+                backward(parallel, rank, 0, torch.float64)
+            opt.step()
+        else:
+            raise AssertionError(case)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no DDP", r"model must be a .*DistributedDataParallel, got Sequential; any other"),
+        ("no group", r"optimizer must have been made with process_group="),
+        ("AdamW", r"optimizer must be one of torchpisa's, got AdamW"),
+        ("scaler", r"scaler must be a torch.amp.GradScaler or None, got 1024"),
+        ("other group", r"process_group of the model, ranks \[0, 1\], got \[1, 0\]"),
+        ("missing", r"all parameters of the model that are trained, but not 4\.bias"),
+        ("twice", r"backward\(\) ran twice before step\(\).*no_sync"),
+        ("no backward", r"RuntimeError: step\(\) found no gradients on their way"),
+        ("no_sync", r"RuntimeError: step\(\) found no gradients on their way.*not under no_sync"),
+    ],
+)
+def test_bad_input_is_refused(case: str, message: str) -> None:
+    for told in run(refused, 2, case):
+        assert re.search(message, told), told
+
+
+def with_itself() -> Any:
+    group = distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
+    model = network()
+    opt = SISA(model.parameters(), process_group=group)
+    parallel = DistributedDataParallel(model, process_group=group)
+    attach(opt, parallel)
+    backward(parallel, 0, 0, torch.float64)
+    opt.step()
+    return weights(model)
+
+
+def test_a_single_rank_needs_nothing() -> None:
+    model = network()
+    opt = SISA(model.parameters())
+    backward(model, 0, 0, torch.float64)
+    opt.step()
+    assert identical([*run(with_itself, 2), weights(model)])

@@ -1,0 +1,268 @@
+"""Sharded models: each replica is a node, and shards make no difference."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.distributed.problem import (
+    alone,
+    backward,
+    difference,
+    identical,
+    network,
+    settings,
+    together,
+    weights,
+)
+from tests.distributed.processes import run
+from tests.distributed.test_process_group import TOLERANCE
+from torchpisa import NSISA, PISA, SISA
+from torchpisa.distributed import shard
+from torchpisa.kernels import newton_schulz, sharded
+from torchpisa.preconditioners import SecondMoment
+
+
+def whole(model: nn.Module) -> Any:
+    return [param.full_tensor().detach() for param in model.parameters()]
+
+
+def mesh(replicas: int) -> DeviceMesh:
+    shape = replicas, distributed.get_world_size() // replicas
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def trained(make: Any, steps: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """Two replicas of two shards; the shards of a replica see the same batch."""
+    model = network(dtype, seed=1 + distributed.get_rank() // 2)
+    grid = mesh(2)
+    nodes = shard(model, grid, [model[0], model[2]])
+    node = grid.get_local_rank("replicate")
+    opt = together(make, [node], nodes, **more)(model.parameters())
+    for step in range(steps):
+        opt.zero_grad()
+        backward(model, node, step, dtype)
+        opt.step()
+    for state in opt.state.values():
+        assert isinstance(state["dual.0"], DTensor)
+    return whole(model)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("make", [SISA, NSISA])
+def test_hsdp_equals_one_process(make: Any, dtype: torch.dtype) -> None:
+    results = run(trained, 4, make, 50, dtype)
+    assert identical(results)
+    assert difference(results, alone(make, 2, 50, dtype)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (SISA, {"clip": 0.7}),
+        (SISA, {"foreach": False}),
+        (SISA, {"initial_consensus": True, "scheme": "adagrad"}),
+        (NSISA, {"clip": 0.7}),
+        (NSISA, {"foreach": False}),
+        (NSISA, {"nesterov": True, "aspect_scaling": True}),
+    ],
+    ids=str,
+)
+def test_hsdp_with(make: Any, more: dict[str, Any]) -> None:
+    assert difference(run(trained, 4, make, 10, **more), alone(make, 2, 10, **more)) <= 1e-10
+
+
+# One replica: no process group, several batches in turn
+
+
+def fully_sharded(make: Any, **more: Any) -> Any:
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    opt = make(model.parameters(), **{**settings(make, [0, 1]), **more})
+    for step in range(10):
+        for node in range(2):
+            opt.zero_grad()
+            backward(model, node, step, torch.float64)
+            opt.step()
+    return whole(model)
+
+
+@pytest.mark.parametrize("make", [SISA, NSISA])
+def test_fsdp_equals_one_process(make: Any) -> None:
+    assert difference(run(fully_sharded, 3, make), alone(make, 2, 10)) <= 1e-10
+
+
+def unknown_preconditioner() -> Any:
+    """PISA must not hand shards to a preconditioner that may need all of a parameter."""
+
+    class Own(SecondMoment):
+        def solve(self, problem: Any, state: Any) -> Any:
+            assert isinstance(problem.residual, DTensor)
+            return super().solve(problem, state)
+
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    opt = PISA(model.parameters(), Own("rmsprop", beta=0.9), sigma=2.0, rho=10.0)
+    for step in range(5):
+        opt.zero_grad()
+        backward(model, 0, step, torch.float64)
+        opt.step()
+    return whole(model)
+
+
+def test_unknown_preconditioners_see_whole_parameters() -> None:
+    model = network()
+    opt = PISA(model.parameters(), SecondMoment("rmsprop", beta=0.9), sigma=2.0, rho=10.0)
+    for step in range(5):
+        opt.zero_grad()
+        backward(model, 0, step, torch.float64)
+        opt.step()
+    assert difference(run(unknown_preconditioner, 2), weights(model)) <= 1e-12
+
+
+# Newton-Schulz of whole matrices
+
+
+def orthogonalised(shapes: list[tuple[int, ...]], placements: list[Any]) -> float:
+    """Largest difference between parts of results and results of whole matrices."""
+    size = distributed.get_world_size()
+    torch.manual_seed(0)
+    matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    grid = init_device_mesh("cpu", (size // 2, 2) if len(placements) == 2 else (size,))
+    wholes = [distribute_tensor(matrix, grid, placements) for matrix in matrices]
+    parts = sharded.orthogonalize([sharded.local(w) for w in wholes], wholes, 5, None)
+    worst = 0.0
+    for matrix, spread, part in zip(matrices, wholes, parts, strict=True):
+        (o,) = newton_schulz.orthogonalize([matrix.flatten(1)], 5)
+        expected = sharded.local(distribute_tensor(o.view_as(matrix), grid, placements))
+        assert part.shape == sharded.local(spread).shape
+        if part.numel():
+            worst = max(worst, float((part - expected).abs().max()))
+    return worst
+
+
+SHAPES = [(8, 3), (8, 3), (5, 7), (1, 4), (3, 2, 2), (16, 16), (2, 9)]
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [[Shard(0)], [Shard(1)], [Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(1)]],
+    ids=str,
+)
+def test_whole_matrices_are_orthogonalised(placements: list[Any]) -> None:
+    assert max(run(orthogonalised, 4, SHAPES, placements)) <= 1e-10
+
+
+def in_stages() -> float:
+    sharded._STAGE = 40
+    return orthogonalised(SHAPES, [Shard(0)])
+
+
+def test_whole_matrices_in_stages() -> None:
+    assert max(run(in_stages, 3)) <= 1e-10
+
+
+def test_owners_share_the_work() -> None:
+    stages = sharded._stages([(64, 64)] * 8 + [(16, 16)] * 4, 4)
+    work = [0] * 4
+    for stage in stages:
+        for matrix in stage:
+            work[matrix.owner] += matrix.rows * matrix.cols * min(matrix.rows, matrix.cols)
+    assert max(work) == min(work)
+
+
+# Batches that are left out
+
+
+def disturbed(how: str) -> Any:
+    """In step 2 a single shard of a single replica is not finite."""
+    model = network()
+    grid = mesh(2)
+    nodes = shard(model, grid)
+    node = grid.get_local_rank("replicate")
+    mode = "raise" if how == "raise" else "skip"
+    opt = together(SISA, [node], nodes, nonfinite=mode)(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=how == "scaler", init_scale=64.0)
+    raised = []
+    for step in range(5):
+        opt.zero_grad()
+        scale = float(scaler.scale(torch.ones(())))
+        backward(model, node, step, torch.float64, scale)
+        if step == 2 and distributed.get_rank() == 3:
+            model[0].weight.grad.to_local().fill_(math.inf)
+        try:
+            scaler.step(opt)
+        except FloatingPointError as error:
+            raised.append((step, str(error)))
+        scaler.update()
+    return whole(model), raised
+
+
+@pytest.mark.parametrize("how", ["skip", "raise", "scaler"])
+def test_a_shard_that_is_not_finite(how: str) -> None:
+    model = network()
+    opt = SISA(model.parameters(), **settings(SISA, [0, 1]))
+    for step in range(5):
+        for node in range(2):
+            opt.zero_grad()
+            if step == 2 and node == 1:
+                opt.skip()
+            else:
+                backward(model, node, step, torch.float64)
+                opt.step()
+    results = run(disturbed, 4, how)
+    assert difference([result for result, _ in results], weights(model)) <= 1e-12
+    if how == "raise":
+        told = [" ".join(message for _, message in raised) for _, raised in results]
+        assert [len(raised) for _, raised in results] == [1] * 4
+        assert "on another rank" in told[0]
+        assert "in a shard of another process" in told[2]
+        assert "parameter 0 of group 0" in told[3]
+
+
+# Bad input
+
+
+def refused(case: str) -> str:
+    model = network()
+    try:
+        if case == "both dimensions":
+            grid = mesh(2)
+            fully_shard(model, mesh=grid)
+            SISA(model.parameters(), process_group=grid["replicate"])
+        elif case == "shards":
+            grid = mesh(2)
+            shard(model, grid)
+            SISA(model.parameters(), process_group=grid["shard"])
+        elif case == "two dimensions":
+            SISA(model.parameters(), process_group=mesh(2))
+        elif case == "one dimension":
+            shard(model, init_device_mesh("cpu", (4,)))
+        elif case == "twice":
+            shard(model, mesh(2), mesh=mesh(2))
+        else:
+            raise AssertionError(case)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("both dimensions", r"over which fully_shard averages .* Use torchpisa.distributed.shard"),
+        ("shards", r"process_group must not have two ranks that hold shards of one replica"),
+        ("two dimensions", r"mesh of one dimension, got one of 2: .*mesh\['replicate'\]"),
+        ("one dimension", r"mesh must be a DeviceMesh of two named dimensions, replicas and shar"),
+        ("twice", r"got multiple values for"),
+    ],
+)
+def test_bad_input_is_refused(case: str, message: str) -> None:
+    for told in run(refused, 4, case):
+        assert re.search(message, told), told
