@@ -270,7 +270,8 @@ def test_one_launch_for_all_parameters():
     for p in params:
         p.grad = torch.randn_like(p)
     opt.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as recorded:
         opt.step()
         torch.cuda.synchronize()
     names = [event.name for event in recorded.events()]

@@ -288,3 +288,23 @@ def test_perturbation_stands_in_for_zeros():
         ends.append(flat(params))
     assert (ends[0] != flat(parameters([(5, 4)]))).all()
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [SISA, NSISA])
+def test_a_pending_sum_that_moved_is_found(make):
+    """As it does when it joins others in one buffer to be sent; gradients stay where they are."""
+    results = []
+    for fast in (False, True):
+        params = parameters([(40, 30), (7,)])
+        own = {"ns_dtype": None} if make is NSISA else {}
+        opt = make(params, fused=fast, foreach=None if fast else False, batches=2, **own)
+        give_gradients(params, 0)
+        old = []
+        for _ in range(6):
+            opt.step()
+            for p in params:
+                old.append(opt.state[p]["pending"])
+                opt.state[p]["pending"] = old[-1].clone()
+                old[-1].fill_(math.nan)
+        results.append(flat(params))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)

@@ -207,6 +207,7 @@ def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> lis
             grad.data_ptr(),  # type: ignore[union-attr]
             state[dual].data_ptr(),
             state[memory].data_ptr(),
+            state["pending"].data_ptr() if "pending" in state else 0,
             state[step].data_ptr(),
             param.numel(),
             grad.dtype,  # type: ignore[union-attr]
