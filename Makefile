@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-FOLDERS := $(wildcard src tests examples benchmarks docs)
+FOLDERS := $(wildcard src tests examples benchmarks recipes docs)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint types docs unit clean

@@ -1,0 +1,1 @@
+"""The paper's experiments, one folder each: `python -m recipes` lists them."""
