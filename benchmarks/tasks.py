@@ -1,7 +1,7 @@
-"""Three small tasks of different kinds: an MLP, a CNN and a transformer.
+"""Small tasks of different kinds: an MLP, a CNN, a transformer and logistic regression.
 
 A task has training data on the device, a model, a loss and a metric. Folders with the original
-files of MNIST and Penn Treebank are given by the caller; digits come with scikit-learn.
+files of MNIST, Penn Treebank and Adult are given by the caller; digits come with scikit-learn.
 """
 
 import gzip
@@ -117,16 +117,18 @@ def mnist_cnn(data: Path, device: torch.device) -> Task:
 
 
 class CharTransformer(nn.Module):
-    """Two pre-norm causal layers over characters."""
+    """Pre-norm causal layers over characters."""
 
-    def __init__(self, characters: int, context: int, width: int = 128, heads: int = 4) -> None:
+    def __init__(
+        self, characters: int, context: int, width: int = 128, heads: int = 4, layers: int = 2
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(characters, width)
         self.position = nn.Parameter(0.02 * torch.randn(context, width))
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
         )
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, characters)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,4 +175,27 @@ def ptb_transformer(data: Path, device: torch.device) -> Task:
     return Task(model, draw, loss, evaluate, "bits per character", -1)
 
 
-TASKS = {"mlp": digits_mlp, "cnn": mnist_cnn, "transformer": ptb_transformer}
+def adult_logistic(data: Path, device: torch.device) -> Task:
+    """Logistic regression on UCI Adult (a9a); the last 5,000 training rows validate."""
+
+    def read(name: str) -> tuple[Tensor, Tensor]:
+        with gzip.open(data / "a9a" / f"{name}.gz", "rt") as file:
+            rows = [line.split() for line in file]
+        x = torch.zeros(len(rows), 123)
+        for row, (_, *entries) in enumerate(rows):
+            for entry in entries:
+                x[row, int(entry.split(":")[0]) - 1] = 1
+        y = torch.tensor([int(label) > 0 for label, *_ in rows]).long()
+        return x.to(device), y.to(device)
+
+    (x, y), test = read("a9a"), read("a9a.t")
+    splits = {"train": (x[:-5000], y[:-5000]), "validation": (x[-5000:], y[-5000:]), "test": test}
+    return _classification(lambda: nn.Linear(123, 2).to(device), splits, 128)
+
+
+TASKS = {
+    "mlp": digits_mlp,
+    "cnn": mnist_cnn,
+    "transformer": ptb_transformer,
+    "logistic": adult_logistic,
+}

@@ -1,0 +1,96 @@
+"""sigma and rho from the first gradients, so that they mean the same on any scale of the loss."""
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchpisa.checks import check_count, check_range
+from torchpisa.tuning.untouched import check_data, untouched
+
+__all__ = ["calibrate"]
+
+# Of gradients that are almost the same in all batches the noise alone would be too small a measure.
+_LEAST_NOISE = 0.1
+
+
+def calibrate(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    data: Iterable[Any],
+    *,
+    lr: float = 2e-3,
+    momentum: float = 0.75,
+    batches: int = 8,
+) -> dict[str, float]:
+    r"""sigma and rho of SISA's rule for a model at its start.
+
+    With q the typical size of the noise in a gradient's entry, and b the `momentum`,
+
+    \[
+    \sigma = \frac{q}{\mathrm{lr}}, \qquad \rho = \frac{b}{(1 - b)\,\mathrm{lr}}.
+    \]
+
+    A coordinate with \(\sqrt{m_i} = q\) has momentum \(\rho q/(\sigma + \rho q) = b\) then, and an
+    entry of size q that stays the same moves its weight by \(q/\sigma = \mathrm{lr}\) in every
+    step, as it would with Adam. Multiplying the loss by a number multiplies sigma by it, and
+    changes nothing else.
+
+    Model, gradients, random numbers and order of the data are left as they were.
+
+    Args:
+        model: the model, as training will start from it.
+        loss: loss of the model on a batch.
+        data: batches to train on, such as a DataLoader.
+        lr: step size, comparable to Adam's.
+        momentum: \(b\), in (0, 1).
+        batches: how many are looked at; two at least.
+
+    Returns:
+        `sigma` and `rho`, as arguments of `SISA`.
+
+    Examples:
+        >>> import torch, torchpisa
+        >>> from torchpisa.tuning import calibrate
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(20)]
+        >>> def loss(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        >>> opt = torchpisa.SISA(model.parameters(), **calibrate(model, loss, data))
+    """
+    check_range("lr", lr, 0, low_open=True, high_open=True)
+    check_range("momentum", momentum, 0, 1, low_open=True, high_open=True)
+    check_count("batches", batches, 2)
+    check_data(data)
+    params = [param for param in model.parameters() if param.requires_grad]
+    sums = [torch.zeros_like(param, dtype=_wide(param)) for param in params]
+    squares = [torch.zeros_like(total) for total in sums]
+    count = 0
+    with untouched(model, data):
+        for batch in islice(data, batches):
+            with torch.enable_grad():
+                value = loss(model, batch)
+                gradients = torch.autograd.grad(value, params, allow_unused=True)
+            count += 1
+            for total, square, gradient in zip(sums, squares, gradients, strict=True):
+                if gradient is not None:
+                    total += gradient
+                    square += gradient.abs().square()
+    if count < 2:
+        raise ValueError(f"data must have two batches at least, got {count}")
+    elements = sum(param.numel() for param in params)
+    mean_square = math.fsum(float(square.real.sum()) for square in squares) / count
+    square_of_mean = math.fsum(float(total.abs().square().sum()) for total in sums) / count**2
+    noise = (mean_square - square_of_mean) * count / (count - 1)
+    q = math.sqrt(max(noise, _LEAST_NOISE**2 * mean_square) / max(1, elements))
+    if not 0 < q < math.inf:
+        raise ValueError(f"gradients must be finite and not all zero, got a typical size of {q}")
+    return {"sigma": q / lr, "rho": momentum / ((1 - momentum) * lr)}
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    return torch.promote_types(param.dtype, torch.float32)

@@ -1,0 +1,178 @@
+"""The paper's way to choose sigma, automated: short runs from a small one upward."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchpisa.checks import check_count, check_range
+from torchpisa.optim import SISA
+from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.tuning.calibration import calibrate
+from torchpisa.tuning.steadiness import Verdict, judge
+from torchpisa.tuning.untouched import check_data, random_state, set_random_state, untouched
+
+__all__ = ["Finding", "Trial", "find_sigma"]
+
+# Looks at the loss during a run, and batches that are looked at.
+_LOOKS = 25
+_PROBES = 4
+# Where runs start and end, relative to what `calibrate` finds.
+_SMALLEST, _LARGEST = 1 / 32, 32
+# Runs that are worse than the best one before the search ends.
+_PATIENCE = 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short run.
+
+    Attributes:
+        sigma: with which it was made.
+        steps: when the loss was looked at.
+        losses: what it was then, always on the same batches.
+        verdict: `"steady"`, `"oscillates"` or `"diverges"`.
+    """
+
+    sigma: float
+    steps: list[int]
+    losses: list[float]
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What `find_sigma` has found.
+
+    Attributes:
+        sigma: of the steady run that ended lowest.
+        rho: with which all runs were made.
+        trials: all runs, from the smallest sigma upward.
+    """
+
+    sigma: float
+    rho: float
+    trials: list[Trial]
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Save a picture: the loss at the end of each run against sigma, and all curves."""
+        from torchpisa.tuning.picture import draw
+
+        draw(self, path)
+
+
+def find_sigma(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    data: Iterable[Any],
+    optimizer: Callable[..., ConsensusOptimizer] = SISA,
+    *,
+    smallest: float | None = None,
+    factor: float = 2.0,
+    trials: int = 12,
+    steps: int = 200,
+    **settings: Any,
+) -> Finding:
+    """Short runs from a small sigma upward, until the loss decreases steadily (Appendix A.2).
+
+    A run that oscillates or diverges ends early. The search ends when larger sigmas have only
+    become slower. Model, gradients, random numbers and order of the data are left as they were.
+
+    Args:
+        model: the model, as training will start from it.
+        loss: loss of the model on a batch.
+        data: batches to train on, such as a DataLoader; gone through again for every run.
+        optimizer: makes the optimizer, given parameters, `sigma` and `settings`.
+        smallest: sigma of the first run; by default a 32nd of what `calibrate` gives.
+        factor: from one run's sigma to the next, above 1.
+        trials: at most so many runs.
+        steps: length of a run in calls of `optimizer.step()`.
+        **settings: passed on to `optimizer`. Without `rho`, that of `calibrate` is used.
+
+    Raises:
+        RuntimeError: no run was steady.
+    """
+    check_range("factor", factor, 1, low_open=True, high_open=True)
+    check_count("trials", trials)
+    check_count("steps", steps, _LOOKS)
+    check_data(data)
+    guess = calibrate(model, loss, data)
+    settings = {"rho": guess["rho"], **settings}
+    if smallest is None:
+        smallest = guess["sigma"] * _SMALLEST
+    check_range("smallest", smallest, 0, low_open=True, high_open=True)
+    done: list[Trial] = []
+    with untouched(model, data):
+        probes = list(itertools.islice(data, _PROBES))
+        for number in range(trials):
+            sigma = smallest * factor**number
+            with untouched(model, data):
+                opt = optimizer(model.parameters(), sigma=sigma, **settings)
+                done.append(_run(model, loss, data, probes, opt, sigma, steps))
+            if _enough(done):
+                break
+    steady = [trial for trial in done if trial.verdict == "steady"]
+    if not steady:
+        raise RuntimeError(
+            f"no run was steady for sigma from {smallest:.3g} to {done[-1].sigma:.3g} "
+            f"({', '.join(trial.verdict for trial in done)}): allow more trials, or check the loss"
+        )
+    best = min(steady, key=lambda trial: trial.losses[-1])
+    return Finding(best.sigma, float(settings["rho"]), done)
+
+
+def _run(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    data: Iterable[Any],
+    probes: list[Any],
+    opt: ConsensusOptimizer,
+    sigma: float,
+    steps: int,
+) -> Trial:
+    # With the same random numbers each time, so that only the weights make a difference.
+    start = random_state(data)
+
+    def look() -> float:
+        now = random_state(data)
+        set_random_state(data, start)
+        with torch.no_grad():
+            total = math.fsum(float(loss(model, batch)) for batch in probes)
+        set_random_state(data, now)
+        return total / len(probes)
+
+    looks, losses = [0], [look()]
+    every = steps // _LOOKS
+    for step, batch in zip(range(1, steps + 1), _endless(data), strict=False):
+        opt.zero_grad()
+        try:
+            with torch.enable_grad():
+                loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            opt.step()
+        except FloatingPointError:
+            looks.append(step)
+            losses.append(math.inf)
+            break
+        if step % every == 0:
+            looks.append(step)
+            losses.append(look())
+            if judge(losses) == "diverges":
+                break
+    return Trial(sigma, looks, losses, judge(losses))
+
+
+def _endless(data: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from data
+
+
+def _enough(done: list[Trial]) -> bool:
+    ends = [trial.losses[-1] for trial in done if trial.verdict == "steady"]
+    if not ends:
+        return False
+    return len(ends) - 1 - ends.index(min(ends)) >= _PATIENCE
