@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from torchpisa.optim.rounds import Group
+from torchpisa.preconditioners import Preconditioner
 
 __all__ = ["check", "packed", "restore"]
 
@@ -94,4 +95,4 @@ def restore(
 def _is_code(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_is_code(entry) for entry in value)
-    return callable(value) or hasattr(value, "solve")
+    return callable(value) or isinstance(value, Preconditioner)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Ranks", "join"]
+__all__ = ["Ranks", "join", "on_device"]
 
 T = TypeVar("T")
 
@@ -174,12 +174,7 @@ class Ranks:
         """Add up a few numbers over all ranks, on `device`, without waiting for it."""
         from torch import distributed
 
-        known = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-        total = torch.tensor(known, dtype=torch.float64, pin_memory=device.type == "cuda")
-        total = total.to(device, non_blocking=True)
-        for index, value in enumerate(values):
-            if isinstance(value, Tensor):
-                total[index].copy_(value)
+        total = on_device(values, device)
         distributed.all_reduce(total, group=self.group)
         return total
 
@@ -229,6 +224,19 @@ class Ranks:
 
         own = distributed.get_process_group_ranks(self.group)
         return len(set(own) & set(ranks)) > 1
+
+
+def on_device(
+    values: Sequence[Scalar], device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """A few numbers as one tensor on `device`, without waiting for it."""
+    known = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    numbers = torch.tensor(known, dtype=dtype, pin_memory=device.type == "cuda")
+    numbers = numbers.to(device, non_blocking=True)
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            numbers[index].copy_(value)
+    return numbers
 
 
 def _kind(param: Tensor) -> str:

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import sharded
 from torchpisa.kernels.job import real, state_key
 from torchpisa.optim import rounds
 from torchpisa.optim.rounds import Group
 from torchpisa.preconditioners import Preconditioner
 
-__all__ = ["Effective", "Memory", "Range", "effective", "memory"]
+__all__ = ["Effective", "Memory", "Picture", "Range", "diagonal", "effective", "memory", "picture"]
 
 # Enough for quantiles of a report, few enough to cost nothing.
 _SAMPLES_PER_TENSOR = 4096
@@ -63,6 +64,14 @@ class Effective:
     stable_curvature: Range | None
 
 
+class Picture(NamedTuple):
+    """What `Effective` gives the ranges of, coordinate by coordinate."""
+
+    first_step: Tensor
+    momentum: Tensor
+    stable_curvature: Tensor
+
+
 def memory(state: Mapping[Tensor, Mapping[str, Any]], groups: Sequence[Group]) -> Memory:
     """Add up the tensors in `state`."""
     by_name: dict[str, int] = {}
@@ -91,13 +100,7 @@ def effective(
             step = own.get(state_key("step", slot))
             if step is None or not step or not param.numel():
                 continue
-            suffix = state_key("", slot)
-            named = {
-                key.removesuffix(suffix): real(sharded.local(value))
-                for key, value in own.items()
-                if key.endswith(suffix)
-            }
-            q = preconditioner.diagonal(named["dual"], named, step.item())
+            q = diagonal(preconditioner, own, slot)
             if q is not None:
                 q = q.reshape(-1)[:: max(1, q.numel() // _SAMPLES_PER_TENSOR)]
                 scales.append((float(sigma), float(rho) * q.double().cpu()))
@@ -108,11 +111,35 @@ def effective(
         return Effective(step_size, None, None, None)
     sigma = torch.cat([torch.full_like(rq, s) for s, rq in scales])
     rq = torch.cat([rq for _, rq in scales])
+    found = picture(sigma, rq, lr)
     return Effective(
         step=step_size,
-        first_step=_range(2 * lr / (sigma + rq)),
-        momentum=_range(rq / (sigma + rq)),
-        stable_curvature=_range((2 / 3) * (sigma + 2 * rq) / lr) if lr else None,
+        first_step=_range(found.first_step),
+        momentum=_range(found.momentum),
+        stable_curvature=_range(found.stable_curvature) if lr else None,
+    )
+
+
+def diagonal(preconditioner: Preconditioner, own: Mapping[str, Any], slot: int) -> Tensor | None:
+    """Diagonal of Q of a batch for the parameter with state `own`, as far as it is held here."""
+    suffix = state_key("", slot)
+    named = {
+        key.removesuffix(suffix): real(sharded.local(value))
+        for key, value in own.items()
+        if key.endswith(suffix)
+    }
+    step = named["step"]
+    return preconditioner.diagonal(
+        named["dual"], named, step.item() if step.device.type == "cpu" else step
+    )
+
+
+def picture(sigma: Tensor, rq: Tensor, lr: Scalar) -> Picture:
+    """The formulas of `Effective`, from sigma and rho q."""
+    return Picture(
+        first_step=2 * lr / (sigma + rq),
+        momentum=rq / (sigma + rq),
+        stable_curvature=(2 / 3) * (sigma + 2 * rq) / lr,
     )
 
 

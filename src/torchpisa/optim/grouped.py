@@ -1,0 +1,238 @@
+"""Parameter groups, their state and their checkpoints, before any step is taken."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from torchpisa.algorithms import pisa
+from torchpisa.checks import check_choice, check_count, check_range
+from torchpisa.kernels.job import Member, state_key
+from torchpisa.optim import arguments, checkpoint, ranks, rounds
+from torchpisa.optim.common import DEFAULTS, SHARED, Common
+from torchpisa.optim.exchange import Exchange
+from torchpisa.optim.rounds import Group
+from torchpisa.preconditioners import Preconditioner
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["GroupedOptimizer"]
+
+
+class GroupedOptimizer(Optimizer):
+    """What an optimizer holds: checked groups, a dual and more for every parameter and batch."""
+
+    # What connects it to other ranks; a load leaves that alone, and copies have none.
+    _exchange: Exchange | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        sigma: float | Sequence[float],
+        rho: float | Sequence[float],
+        own: dict[str, Any],
+        **common: "Unpack[Common]",
+    ) -> None:
+        legal = {"sigma", "rho", *own, *DEFAULTS}
+        arguments.reject_unknown(common, legal, type(self).__name__)
+        defaults: Group = {"sigma": sigma, "rho": rho, **own, **DEFAULTS, **common}
+        check_count("batches", defaults["batches"])
+        check_choice("nonfinite", defaults["nonfinite"], ("raise", "skip", "ignore"))
+        if defaults["clip"] is not None:
+            check_range("clip", defaults["clip"], 0, low_open=True)
+        arguments.check_dtype("reduce_dtype", defaults["reduce_dtype"])
+        self._forget()
+        # Neither can be part of a group: a process group cannot be saved.
+        together = ranks.join(defaults.pop("process_group"), defaults.pop("reduce_dtype"))
+        defaults["ranks"] = 1 if together is None else together.size
+        shares = arguments.shares(defaults["weights"], defaults["batches"])
+        if together is not None:
+            self._exchange = Exchange(together)
+            shares = together.shares(defaults["weights"], defaults["batches"])
+        defaults["weights"] = shares
+        self._check_group(defaults)
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def preconditioner(self, group: Group) -> Preconditioner:
+        """The preconditioner of a parameter group."""
+
+    def _check_own(self, group: Group) -> None:
+        """Check the subclass's own settings: by default, that they make a preconditioner."""
+        self.preconditioner(group)
+
+    def _forget(self) -> None:
+        """Start afresh with what belongs to this object and these tensors, and is never saved."""
+        self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
+        if self._exchange is not None:
+            self._exchange.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._exchange is not None:
+            raise TypeError(
+                "an optimizer with a process_group cannot be copied or pickled; save its "
+                "state_dict(), or use torchpisa.distributed.save"
+            )
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    @property
+    def batches(self) -> int:
+        """The number of batches in a round; with a process group, of this rank's."""
+        return int(self.defaults["batches"])
+
+    def _preconditioners(self) -> list[Preconditioner]:
+        return [self.preconditioner(group) for group in self.param_groups]
+
+    def _members(self) -> list[list[Member]]:
+        """All parameters that have, or now get, state; by group."""
+        members = []
+        for group in self.param_groups:
+            own = [self._member(param, param.grad, group) for param in group["params"]]
+            found = [member for member in own if member is not None]
+            members.append(rounds.here(group, found, self.preconditioner(group)))
+        return members
+
+    def _member(self, param: Tensor, grad: Tensor | None, group: Group) -> Member | None:
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(
+                f"gradients must be dense, got {grad.layout} for a parameter of shape "
+                f"{tuple(param.shape)}; give nn.Embedding sparse=False"
+            )
+        state = self.state.get(param)
+        if state is None:
+            if grad is None:
+                return None
+            state = self._init_state(param, group)
+        # Numbers of devices, -1 for the CPU, are had for less than devices.
+        if state["dual.0"].get_device() != param.get_device():
+            _move_state(state, param.device)
+        return Member(param, grad, state)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a parameter group; it joins the round where that stands."""
+        legal = {*self.defaults, *arguments.FOREIGN_KEYS}
+        arguments.reject_unknown(param_group, legal, "a parameter group")
+        first = self.param_groups[0] if self.param_groups else {**self.defaults, **rounds.PROGRESS}
+        for name in SHARED:
+            if param_group.get(name, first[name]) != first[name]:
+                raise ValueError(
+                    f"{name} must be the same for all parameter groups ({first[name]!r}), "
+                    f"got {param_group[name]!r}"
+                )
+        inherited = {name: first[name] for name in (*SHARED, *rounds.PROGRESS)}
+        group = {**self.defaults, **param_group, **inherited}
+        self._check_group(group)
+        super().add_param_group(group)
+        try:
+            self._prepare(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._params += self.param_groups[-1]["params"]
+
+    def _check_group(self, group: Group) -> None:
+        arguments.check_group(group)
+        arguments.per_batch("sigma", group["sigma"], group["batches"], arguments.check_sigma)
+        arguments.per_batch("rho", group["rho"], group["batches"], arguments.check_rho)
+        rules = arguments.per_batch(
+            "gamma", group["gamma"], group["batches"], arguments.check_gamma
+        )
+        if group["capturable"] and any(callable(rule) for rule in rules):
+            raise ValueError(
+                f"gamma must be a number when capturable=True, got {group['gamma']!r}: a replayed "
+                "graph runs no Python; change the group's sigma tensors instead"
+            )
+        for flag in ("capturable", "stochastic_rounding"):
+            if group[flag] and group["ranks"] > 1:
+                raise ValueError(f"{flag} must be False with a process_group, got True")
+        self._check_own(group)
+
+    def _prepare(self, group: Group) -> None:
+        """Give a new group one sigma and rho per batch and its parameters their state."""
+        params = group["params"]
+        for param in params:
+            if not (param.is_floating_point() or param.is_complex()):
+                raise ValueError(f"params must be floating point or complex, got {param.dtype}")
+        rounds.check_fused(group, self.preconditioner(group))
+        if self._exchange is not None:
+            self._exchange.ranks.refuse_shards(params)
+            self._exchange.ranks.welcome(params)
+        device = params[0].device if params else torch.device("cpu")
+        if group["capturable"] and isinstance(group["lr"], Tensor) and group["lr"].device != device:
+            raise ValueError(
+                f"lr must be on the parameters' device {device} when capturable=True, "
+                f"got {group['lr']!r}"
+            )
+        for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
+            # Plain floats, whatever kind of number was given, so that checkpoints load anywhere.
+            values = arguments.per_batch(name, group[name], group["batches"], check)
+            group[name] = [float(value) for value in values]
+            if group["capturable"]:
+                group[name] = [torch.tensor(value, device=device) for value in group[name]]
+        for param in params:
+            if param.requires_grad:
+                self._init_state(param, group)
+        if group["initial_consensus"]:
+            total = rounds.total_sigma(group)
+            if self._exchange is not None:
+                total = self._exchange.ranks.tally([total], device).item()
+            settings = total, group["consensus_decay"], rounds.lr(group)
+            with torch.no_grad():
+                for param in params:
+                    param.copy_(pisa.initial_consensus(param, *settings))
+
+    def _init_state(self, param: Tensor, group: Group) -> dict[str, Any]:
+        dtype = param.dtype
+        if not dtype.is_complex:
+            dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
+        dual = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        preconditioner = self.preconditioner(group)
+        state: dict[str, Any] = self.state[param]
+        for slot in range(self.batches):
+            state[state_key("dual", slot)] = dual.clone()
+            for name, value in preconditioner.init(dual).items():
+                state[state_key(name, slot)] = value
+            device = param.device if group["capturable"] else "cpu"
+            state[state_key("step", slot)] = torch.zeros((), device=device)
+        if not rounds.alone(group):
+            state["pending"] = dual
+        state["arrived"] = 0
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state_dict; functions and preconditioners stay out of it, so it loads anywhere.
+
+        It may be taken in the middle of a round; a run resumed from it goes on bit for bit.
+        """
+        return checkpoint.packed(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the same kind of optimizer with the same number of batches.
+
+        Tensors keep the dtype that they were saved with. Raises ValueError before anything is
+        changed if the state does not fit.
+        """
+        checkpoint.check(state_dict, self.param_groups, self.state)
+        previous = [dict(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        checkpoint.restore(state_dict, previous, self.param_groups, self.state)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and param not in self.state:
+                    self._init_state(param, group)
+
+
+def _move_state(state: dict[str, Any], device: torch.device) -> None:
+    """Move the state of a parameter that was moved, as by `model.cuda()` after construction."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not key.startswith("step."):
+            state[key] = value.to(device)
