@@ -146,7 +146,7 @@ class Entry:
         problem.check()
         self.choose_steps(problem)
         self.facts["temporary_bytes"] = temporary_bytes(self.optimizer, self.period, problem)
-        self.facts["state_bytes"] = state_bytes(self.optimizer, problem)
+        self.facts["state_bytes"] = state_bytes(self.optimizer, problem.params)
 
     def choose_steps(self, problem: Problem) -> None:
         """On a GPU enough steps for a run, so that the host runs ahead as it does in training."""
@@ -213,7 +213,7 @@ def round_robin(entries: list[Entry], repeats: int, problem: Problem) -> dict[st
     return {entry.name: median(fresh[entry.name]) for entry in entries if entry.running}
 
 
-def state_bytes(optimizer: torch.optim.Optimizer, problem: Problem) -> int:
+def state_bytes(optimizer: torch.optim.Optimizer, params: list[Parameter]) -> int:
     """Bytes of the tensors in an optimizer's state, however deep they lie in it."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
@@ -235,7 +235,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, problem: Problem) -> int:
             visit(vars(value))
 
     visit(dict(optimizer.state))
-    for tensor in (*problem.params, *(p.grad for p in problem.params if p.grad is not None)):
+    for tensor in (*params, *(p.grad for p in params if p.grad is not None)):
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(storages.values())
 

@@ -1,5 +1,6 @@
 """What PISA, SISA and NSISA share as torch optimizers: rounds of batches, and their steps."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, overload
 
@@ -293,7 +294,8 @@ class ConsensusOptimizer(GroupedOptimizer):
         if not self._take(slot, reached, key, grad_scale, found_inf):
             for group, own in zip(self.param_groups, reached, strict=True):
                 rounds.contribute_duals(group, own, slot)
-        self._exchange.send(self.param_groups, members, self._preconditioners())
+        # All of it in one go: who made the buckets has decided about their sizes.
+        self._exchange.send(self.param_groups, members, self._preconditioners(), math.inf)
 
     def _check_gradients(self, slot: int) -> None:
         """Raise if gradients are not what a rank needs; before anything changes."""
@@ -301,9 +303,8 @@ class ConsensusOptimizer(GroupedOptimizer):
             return
         if self._attached is not None:
             self._attached.check(slot)
-        if self.iteration == 0:
-            model = None if self._attached is None else self._attached.model
-            self._exchange.ranks.refuse_averages(self._params, model)
+        model = None if self._attached is None else self._attached.model
+        self._exchange.ranks.refuse_averages(self._params, model)
 
     def _free_slots(self) -> list[int]:
         return rounds.slots(~self.param_groups[0]["visited"], self.batches)

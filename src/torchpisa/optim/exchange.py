@@ -16,7 +16,7 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels.fused import Plans
 from torchpisa.kernels.job import Member
 from torchpisa.optim import rounds
-from torchpisa.optim.ranks import Ranks
+from torchpisa.optim.ranks import BUCKET_BYTES, Ranks
 from torchpisa.optim.rounds import Group
 from torchpisa.preconditioners import Preconditioner
 
@@ -49,8 +49,16 @@ class Exchange:
         groups: Sequence[Group],
         members: Sequence[list[Member]],
         preconditioners: Sequence[Preconditioner],
+        limit: float = BUCKET_BYTES,
     ) -> None:
-        """Complete what this rank's batches contribute to `members`, and send it."""
+        """Complete what this rank's batches contribute to `members`, and send it.
+
+        Args:
+            groups: the parameter groups.
+            members: some of their parameters, by group.
+            preconditioners: of each group.
+            limit: see `Ranks.send`.
+        """
         for group, own, preconditioner in zip(groups, members, preconditioners, strict=True):
             for member in own:
                 if member.state["arrived"]:
@@ -61,7 +69,7 @@ class Exchange:
             rounds.settle(group, own, preconditioner)
         together = [member for own in members for member in own]
         self._sent |= {id(member.origin) for member in together}
-        self.ranks.send(together)
+        self.ranks.send(together, limit)
 
     def close(
         self,

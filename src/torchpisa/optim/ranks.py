@@ -27,7 +27,7 @@ __all__ = ["Ranks", "join", "on_device"]
 T = TypeVar("T")
 
 # What DistributedDataParallel cuts gradients into.
-_BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
 # Where kernels read and write widest.
 _ALIGNMENT = 16
 
@@ -84,6 +84,7 @@ class Ranks:
         self._reduce_dtype = reduce_dtype
         self.all_shares: list[float] = []
         self._sent: list[_Sent] = []
+        self._saw_no_averages = False
 
     # Agreements
 
@@ -145,14 +146,18 @@ class Ranks:
     # The consensus
 
     @torch.no_grad()
-    def send(self, members: Sequence[Member]) -> None:
+    def send(self, members: Sequence[Member], limit: float = BUCKET_BYTES) -> None:
         """Start adding up the members' `pending` over all ranks; `receive` finishes it.
 
         All ranks send the same members in the same order.
+
+        Args:
+            members: the parameters.
+            limit: bytes that cross the network in one go.
         """
         from torch import distributed
 
-        for bucket in _buckets([part(member) for member in members]):
+        for bucket in _buckets([part(member) for member in members], limit):
             flat = real(_gathered(bucket))
             wire = flat.to(self._reduce_dtype or flat.dtype)
             work = distributed.all_reduce(wire, group=self.group, async_op=True)
@@ -206,6 +211,8 @@ class Ranks:
         """
         from torch import distributed
 
+        if self._saw_no_averages:  # looking for models takes time, so once must do
+            return
         wanted = {id(param) for param in params}
         for model in _data_parallel_models():
             if model is attached or _leaves_gradients(model):
@@ -218,6 +225,7 @@ class Ranks:
                     "averages them: call torchpisa.distributed.attach(optimizer, model) before "
                     "the first backward pass, or leave process_group out to train on averages"
                 )
+        self._saw_no_averages = True
 
     def _shares_ranks(self, ranks: Sequence[int]) -> bool:
         from torch import distributed
@@ -243,7 +251,7 @@ def _kind(param: Tensor) -> str:
     return f"{param.dtype} of shape {tuple(local(param).shape)}"
 
 
-def _buckets(members: Sequence[Member]) -> Iterator[list[Member]]:
+def _buckets(members: Sequence[Member], limit: float) -> Iterator[list[Member]]:
     """Members whose pending sums cross the network together."""
     kinds: dict[object, list[Member]] = {}
     for member in members:
@@ -255,7 +263,7 @@ def _buckets(members: Sequence[Member]) -> Iterator[list[Member]]:
         for member in alike:
             pending = member.state["pending"]
             own = pending.numel() * pending.element_size()
-            if bucket and size + own > _BUCKET_BYTES:
+            if bucket and size + own > limit:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(member)

@@ -1,0 +1,174 @@
+"""What every rank does: train the rows in turn, count bytes, time all-reduces."""
+
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from benchmarks.distributed import overlap
+from benchmarks.distributed.processes import LOOPBACK
+from benchmarks.distributed.training import MODELS, REFERENCE, ROWS, Row, Training
+from benchmarks.step import interquartile_range, rounded
+from benchmarks.stopwatch import state_bytes
+
+__all__ = ["Plan", "measure"]
+
+TRACED = [REFERENCE, "torchpisa SISA, attach"]
+
+
+class Plan(NamedTuple):
+    """What to measure.
+
+    Attributes:
+        model: one of `MODELS`.
+        steps: that are timed in one turn of a row, at least; after one that is not.
+        repeats: turns of each row.
+        sizes: bytes of all-reduces to time.
+        seed: of weights and data.
+    """
+
+    model: str
+    steps: int
+    repeats: int
+    sizes: list[int]
+    seed: int
+
+
+class _Turn(NamedTuple):
+    """Means over the steps of a turn: the slowest rank's time, and what a rank took and sent."""
+
+    ms: float
+    cpu_ms: float
+    wire_bytes: float | None
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """The part of the result that belongs to this number of processes; on all ranks."""
+    trainings = {row.name: Training(row, MODELS[plan.model], plan.seed) for row in ROWS}
+    for row in ROWS:  # DDP forms its buckets anew after the first step
+        for _ in range(3 * row.period):
+            trainings[row.name].step()
+    turns: dict[str, list[_Turn]] = {row.name: [] for row in ROWS}
+    for repeat in range(plan.repeats):
+        _say(f"turn {repeat + 1} of {plan.repeats}")
+        for row in ROWS:
+            turns[row.name].append(_turn(trainings[row.name], row, plan.steps))
+    rows = [_describe(row, trainings[row.name], turns) for row in ROWS]
+    traces = [{"name": name, **_trace(trainings[name])} for name in TRACED]
+    for training in trainings.values():
+        training.check()
+    _say("all-reduces")
+    return {
+        "processes": distributed.get_world_size(),
+        "rows": rows,
+        "overlap": traces,
+        "all_reduce": _all_reduces(plan.sizes),
+    }
+
+
+def _turn(training: Training, row: Row, steps: int) -> _Turn:
+    """One step unmeasured, or a round, so that the caches are this row's; then some together."""
+    for _ in range(row.period):
+        training.step()
+    steps = -(-steps // row.period) * row.period
+    ranks = distributed.get_world_size()
+    distributed.barrier()
+    sent = _sent_bytes()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        training.step()
+    ms = torch.tensor(time.perf_counter() - start, dtype=torch.float64) / steps * 1e3
+    cpu_ms = torch.tensor(time.process_time() - cpu_start, dtype=torch.float64) / steps * 1e3
+    distributed.barrier()
+    wire = None if sent is None else ((_sent_bytes() or 0) - sent) / steps / ranks
+    distributed.all_reduce(ms, distributed.ReduceOp.MAX)
+    distributed.all_reduce(cpu_ms)
+    return _Turn(ms.item(), cpu_ms.item() / ranks, wire)
+
+
+def _sent_bytes() -> int | None:
+    """What this host has sent to itself so far, headers included."""
+    counter = LOOPBACK / "statistics" / "tx_bytes"
+    return int(counter.read_text()) if counter.exists() else None
+
+
+def _describe(row: Row, training: Training, turns: dict[str, list[_Turn]]) -> dict[str, Any]:
+    handed = overlap.collectives(overlap.profiled(training, row.period))
+    samples = [turn.ms for turn in turns[row.name]]
+    beside = [turn.ms for turn in turns[REFERENCE]]
+    wires = [turn.wire_bytes for turn in turns[row.name] if turn.wire_bytes is not None]
+    state = sum(state_bytes(optimizer, training.parameters) for optimizer in training.optimizers)
+    count = sum(param.numel() for param in training.parameters)
+    return {
+        "name": row.name,
+        "period": row.period,
+        "parameters": count,
+        "tensors": len(training.parameters),
+        "ms": rounded(statistics.median(samples)),
+        "iqr_ms": rounded(interquartile_range(samples)),
+        "samples_ms": [rounded(sample) for sample in samples],
+        "ratio_of_medians": rounded(statistics.median(samples) / statistics.median(beside)),
+        "median_of_ratios": rounded(
+            statistics.median(own / other for own, other in zip(samples, beside, strict=True))
+        ),
+        "cpu_ms": rounded(statistics.median(turn.cpu_ms for turn in turns[row.name])),
+        "handed_bytes": sum(handed) / row.period,
+        "all_reduces": len(handed) / row.period,
+        "wire_bytes": rounded(min(wires)) if wires else None,  # others can only add to it
+        "state_bytes_per_parameter": rounded(state / count),
+    }
+
+
+def _trace(training: Training, tries: int = 5) -> overlap.Timeline:
+    """Of some steps the one of median length, as the first rank saw it."""
+    for _ in range(2):
+        training.step()
+    found = [overlap.timeline(overlap.profiled(training, 1)) for _ in range(tries)]
+    return sorted(found, key=lambda times: times["total"])[tries // 2]
+
+
+def _all_reduces(sizes: list[int], turns: int = 7) -> dict[str, Any]:
+    """Median seconds of an all-reduce of each size, and the line through them."""
+    tensors = [torch.zeros(size // 4) for size in sizes]
+    samples: list[list[float]] = [[] for _ in sizes]
+    for _ in range(turns + 1):
+        for tensor, own in zip(tensors, samples, strict=True):
+            calls = 50 if tensor.numel() < 2**14 else 5 if tensor.numel() < 2**20 else 1
+            distributed.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                distributed.all_reduce(tensor)
+            own.append((time.perf_counter() - start) / calls)
+    seconds = [statistics.median(own[1:]) for own in samples]  # the first were to warm up
+    latency, per_byte = fit(sizes, seconds)
+    processes = distributed.get_world_size()
+    hops = 2 * (processes - 1)
+    return {
+        "bytes": sizes,
+        "seconds": [rounded(value) for value in seconds],
+        # What the ring's formula makes of the line, see scaling.py.
+        "alpha_s": rounded(latency / hops),
+        "beta_s_per_byte": rounded(per_byte * processes / hops),
+        "largest_error": rounded(
+            max(
+                abs((latency + per_byte * size) / value - 1)
+                for size, value in zip(sizes, seconds, strict=True)
+            )
+        ),
+    }
+
+
+def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
+    """Seconds, and seconds per byte, with the least squares of relative errors."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    columns = torch.stack([torch.ones_like(times), torch.tensor(sizes).double()], 1)
+    found = torch.linalg.lstsq(columns / times[:, None], torch.ones_like(times)[:, None]).solution
+    latency, per_byte = found.flatten().tolist()
+    return latency, per_byte
+
+
+def _say(text: str) -> None:
+    if distributed.get_rank() == 0:
+        print(f"{distributed.get_world_size()} processes: {text}", flush=True)
