@@ -2,9 +2,17 @@
 
 import sys
 
-from benchmarks import step, step_figure
+from benchmarks import diagnostics, step, step_figure
+from benchmarks.distributed import command as distributed
+from benchmarks.distributed import report as distributed_report
 
-COMMANDS = {"step": step.main, "figure": step_figure.main}
+COMMANDS = {
+    "step": step.main,
+    "figure": step_figure.main,
+    "diagnostics": diagnostics.main,
+    "distributed": distributed.main,
+    "distributed-figure": distributed_report.main,
+}
 
 
 def main() -> None:

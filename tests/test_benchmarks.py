@@ -229,7 +229,7 @@ def test_state_is_counted_once_however_deep() -> None:
     holder.deep = (torch.zeros(3),)
     state = {"list": [tensor, tensor[:5]], "object": holder, "param": param, "grad": param.grad}
     opt.state[param] = state
-    assert stopwatch.state_bytes(opt, problem) == 4 * (10 + 3)
+    assert stopwatch.state_bytes(opt, problem.params) == 4 * (10 + 3)
 
 
 def test_figure_and_tables(measure: Measure, tmp_path: Path) -> None:
@@ -275,7 +275,9 @@ def test_bad_options_are_refused(
 
 def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks", "nothing"])
-    with pytest.raises(SystemExit, match=r"\{step,figure\}"):
+    with pytest.raises(
+        SystemExit, match=r"\{step,figure,diagnostics,distributed,distributed-figure\}"
+    ):
         command.main()
     monkeypatch.setattr("sys.argv", ["benchmarks", "step", "--help"])
     with pytest.raises(SystemExit):

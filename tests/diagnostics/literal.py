@@ -1,0 +1,102 @@
+"""The numbers of a row by their definitions, over whole tensors, batch by batch, in float64."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms import nsisa
+from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.preconditioners import NewtonSchulz
+
+State = dict[Any, dict[str, Tensor]]
+
+
+def copied(opt: ConsensusOptimizer) -> State:
+    """Weights and state as they are now."""
+    return {
+        param: {
+            "w": param.detach().clone(),
+            **{k: v.clone() for k, v in opt.state[param].items() if isinstance(v, Tensor)},
+        }
+        for group in opt.param_groups
+        for param in group["params"]
+        if param in opt.state
+    }
+
+
+def real(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
+
+
+def norm(vectors: list[Tensor]) -> float:
+    return float(torch.cat(vectors).norm()) if vectors else 0.0
+
+
+def diagonal(opt: Any, group: Any, i: int, old: Any, new: Any) -> Tensor | None:
+    """q of batch i, as it was used in this round."""
+    own = opt.preconditioner(group)
+    step = float(new[f"step.{i}"])
+    if isinstance(own, NewtonSchulz):
+        o = nsisa.newton_schulz(new[f"momentum.{i}"].flatten(1), own.ns_steps, own.dtype)
+        return real((old[f"dual.{i}"] + o.view_as(old[f"dual.{i}"])).abs())
+    state = {k.removesuffix(f".{i}"): real(v) for k, v in new.items() if k.endswith(f".{i}")}
+    q: Tensor | None = own.diagonal(real(new[f"dual.{i}"]), state, step)
+    return q
+
+
+def row(opt: ConsensusOptimizer, old: State, new: State) -> dict[str, float]:
+    """What a round did that led from `old` to `new`."""
+    alpha: list[float] = opt.param_groups[0]["weights"]
+    m = len(alpha)
+    primal = dual = duals = spread = 0.0
+    steps, first_steps, momenta, dominated = [], [], [], []
+    pis = [[] for _ in range(m)]  # type: list[list[Tensor]]
+    for i in range(m):
+        d, moved = [], []
+        for group in opt.param_groups:
+            sigma, rho = group["sigma"][i] / group["lr"], group["rho"][i] / group["lr"]
+            for param in group["params"]:
+                if param not in new:
+                    continue
+                before, after = old[param], new[param]
+                pi, pi_new = real(before[f"dual.{i}"]), real(after[f"dual.{i}"])
+                took_part = after[f"step.{i}"] > before[f"step.{i}"]
+                delta = (pi_new / group["dual_decay"] - pi) if took_part else 0 * pi
+                d.append(delta / sigma)
+                moved.append(sigma * (real(after["w"]) - real(before["w"])))
+                pis[i].append(pi_new)
+                total = sum(a * s for a, s in zip(alpha, group["sigma"], strict=True))
+                steps.append(torch.full_like(pi, group["lr"] / total))
+                q = diagonal(opt, group, i, before, after) if after[f"step.{i}"] > 0 else None
+                if q is not None:
+                    first_steps.append(2 / (sigma + rho * q))
+                    momenta.append(rho * q / (sigma + rho * q))
+                    dominated.append(sigma > rho * q)
+        primal += alpha[i] * norm(d) ** 2
+        dual += alpha[i] * norm(moved) ** 2
+        duals += alpha[i] * norm(pis[i]) ** 2
+    flat = [torch.cat(own) for own in pis]
+    mean = sum(a * own for a, own in zip(alpha, flat, strict=True))
+    spread = sum(a * float((own - mean).norm()) ** 2 for a, own in zip(alpha, flat, strict=True))
+    w = norm([real(own["w"]) for own in old.values()])
+    found = {
+        "iteration": float(opt.iteration),
+        "primal_residual": math.sqrt(primal),
+        "primal_relative": math.sqrt(primal) / w,
+        "dual_residual": math.sqrt(dual),
+        "dual_relative": math.sqrt(dual / duals),
+        "weight_norm": w,
+        "dual_norm": math.sqrt(duals),
+    }
+    if m > 1:
+        found["spread"] = math.sqrt(spread / duals)
+    for name, own in (("step", steps), ("first_step", first_steps), ("momentum", momenta)):
+        if own:
+            values = torch.cat(own)
+            for end in ("min", "median", "max"):
+                found[f"{name}_{end}"] = float(getattr(values, end)())
+    if dominated:
+        found["sigma_share"] = float(torch.cat(dominated).double().mean())
+    return found
