@@ -55,6 +55,19 @@ def test_model_moved_after_construction(entry):
 
 
 @each
+def test_model_moved_back(entry):
+    model, expected = network().cuda(), network()
+    opt = entry(model.parameters())
+    train(model, opt, 6, "cuda")
+    model.cpu()
+    train(model, opt, 6, "cpu")
+    other = entry(expected.parameters())
+    for _ in range(2):
+        train(expected, other, 6, "cpu")
+    torch.testing.assert_close(weights(model), weights(expected), rtol=1e-4, atol=1e-5)
+
+
+@each
 def test_state_loads_onto_the_device(entry):
     cpu, gpu = network(), network().cuda()
     a = entry(cpu.parameters())

@@ -234,5 +234,6 @@ class GroupedOptimizer(Optimizer):
 def _move_state(state: dict[str, Any], device: torch.device) -> None:
     """Move the state of a parameter that was moved, as by `model.cuda()` after construction."""
     for key, value in state.items():
-        if isinstance(value, Tensor) and not key.startswith("step."):
+        # Counters stay on the CPU, where they cost nothing; kernels fetch them from there.
+        if isinstance(value, Tensor) and (device.type == "cpu" or not key.startswith("step.")):
             state[key] = value.to(device)

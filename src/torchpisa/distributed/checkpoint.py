@@ -1,0 +1,333 @@
+"""Checkpoints of all ranks together, to be loaded on as many ranks or on others."""
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchpisa.distributed import contents, fit, remap, stored
+from torchpisa.distributed.contents import Contents, model_key, state_key
+from torchpisa.distributed.remap import Named
+from torchpisa.distributed.stored import MARK, METADATA, Folder, Stored
+from torchpisa.kernels.sharded import is_sharded
+from torchpisa.optim.base import ConsensusOptimizer
+
+__all__ = ["export", "latest", "load", "save"]
+
+T = TypeVar("T")
+Location = str | os.PathLike[str]
+
+
+def save(
+    directory: Location,
+    model: nn.Module,
+    optimizer: ConsensusOptimizer,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Save a model, the state of its optimizer on all ranks, and `extra`.
+
+    All ranks call it, at the same point, which may be in the middle of a round. Each writes its own
+    duals; nothing is gathered. The folder appears, or takes the place of an earlier checkpoint,
+    when it is complete: a run that is killed while it saves leaves what was there before.
+
+    Args:
+        directory: a folder on a file system that all ranks share: a new one, an empty one, or an
+            earlier checkpoint. Other files in an earlier checkpoint stay.
+        model: as it is trained: plain, DistributedDataParallel, or sharded. Buffers, which may
+            differ from rank to rank, are those of the first.
+        optimizer: all of its parameters are the model's.
+        extra: whatever else it takes to go on, such as the number of the step; that of the first
+            rank is saved. Tensors, numbers, strings, and lists, tuples and dictionaries of those.
+
+    Raises:
+        ValueError: something cannot be saved. Nothing has been written then.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+    party = _Party(optimizer)
+    folder = Path(directory).resolve()
+    partial = _beside(folder, "partial")
+
+    def prepared() -> tuple[dict[str, Any], list[Named], Contents]:
+        entries = get_model_state_dict(model)  # first: it makes FSDP shard its parameters again
+        params = fit.named(model, optimizer)
+        own = fit.own_contents(params, optimizer)
+        if extra is not None and not isinstance(extra, dict):
+            raise ValueError(f"extra must be a dictionary or None, got {extra!r}")
+        contents.to_bytes("extra", extra)
+        contents.to_bytes("param_groups", own.groups)
+        contents.to_bytes("what the model saves besides tensors", _objects(entries))
+        if party.rank == 0:
+            _make_room(folder, partial)
+        return entries, params, own
+
+    entries, params, own = party.agree(prepared)
+    parts = dict(reversed(party.gather((remap.rank_of(optimizer), own))))
+    everything = contents.joined([parts[rank] for rank in range(len(parts))])
+    tensors = party.share(entries, params)
+    if party.has_own_state:
+        tensors |= fit.own_state(params, optimizer)
+    if party.rank == 0:
+        held = {"contents": asdict(everything), "extra": extra or {}, "objects": _objects(entries)}
+        tensors[MARK] = contents.to_bytes("checkpoint", held)
+    with warnings.catch_warnings():
+        # One says that a process saves alone, the other (torch 2.6) is about torch's own code.
+        warnings.filterwarnings("ignore", "torch.distributed is |TypedStorage is deprecated")
+        save_tensors(
+            tensors,
+            storage_writer=FileSystemWriter(partial),
+            process_group=party.group,
+        )
+    party.agree(lambda: _publish(partial, folder) if party.rank == 0 else None)
+
+
+def load(path: Location, model: nn.Module, optimizer: ConsensusOptimizer) -> dict[str, Any]:
+    """Load what `save` or `export` wrote, on as many ranks as it was saved from or on others.
+
+    All ranks call it. On as many ranks (replicas, if they are sharded), with as many `batches` on
+    each, the run goes on bit for bit. Otherwise a round that was open is closed, as by `flush()`,
+    and the new nodes take means of the old ones' duals, moments, sigma and rho, such that all sums
+    over nodes, weighted by their shares, stay what they were.
+
+    Saved settings take the place of the optimizer's, as in torch. Rules for gamma and
+    preconditioners are code, which is not saved: they stay. So do `weights` on other nodes.
+
+    Load only what you trust: torch unpickles the index of a folder.
+
+    Args:
+        path: a folder of `save` or a file of `export`.
+        model: the model that was saved, wrapped or sharded as it will be trained.
+        optimizer: of the class that was saved, with the same parameters in the same groups.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        ValueError: the checkpoint is not complete, or does not fit. Nothing has been changed then.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    party = _Party(optimizer)
+
+    def found() -> tuple[Stored, dict[str, Any], list[Named]]:
+        entries = get_model_state_dict(model)  # first: it makes FSDP shard its parameters again
+        params = fit.named(model, optimizer)
+        source = stored.opened(_found(Path(path).resolve()))
+        fit.check_model(source, entries)
+        fit.check_optimizer(source, params, optimizer)
+        return source, entries, params
+
+    source, entries, params = party.agree(found)
+
+    def taken() -> None:
+        tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+        source.read({model_key(name): tensor for name, tensor in tensors.items()})
+        set_model_state_dict(model, {**tensors, **source.objects})
+        layout = optimizer.param_groups[0]["ranks"], optimizer.batches
+        same = layout == (source.contents.ranks, source.contents.batches)
+        (remap.resume if same else remap.share_out)(source, params, optimizer)
+        optimizer._forget()
+
+    party.agree(taken)
+    return source.extra
+
+
+def export(directory: Location, file: Location) -> None:
+    """Turn a folder of `save` into a single file, in one process and without the model.
+
+    The file holds `"model"`, `"optimizer"` and `"extra"`. The first two are state dicts, that of
+    the optimizer as one process has it that holds all nodes: `batches` is their number, `weights`
+    are their shares. `torch.load(file, weights_only=True)` reads it, and `load` does, on any number
+    of ranks.
+
+    Args:
+        directory: the folder.
+        file: an existing one is replaced when the new one is complete.
+
+    Raises:
+        ValueError: the folder is not a complete checkpoint.
+    """
+    source = Folder(_found(Path(directory).resolve()))
+    everything = source.contents.as_one_rank()
+    prefix = model_key("")
+    model = _read(source, [key for key in source.kinds if key.startswith(prefix)])
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    number = 0
+    for names, packed in zip(everything.names, everything.groups[0], strict=True):
+        params = list(range(number, number + len(names)))
+        number += len(names)
+        groups.append({**contents.unpack(packed, torch.device("cpu")), "params": params})
+        for param, name in zip(params, names, strict=True):
+            if name in everything.state:
+                state[param] = _whole_state(source, everything, name)
+    held = {
+        "model": {key.removeprefix(prefix): model[key] for key in model} | source.objects,
+        "optimizer": {"state": state, "param_groups": groups},
+        "extra": source.extra,
+        MARK: asdict(everything),
+    }
+    target = Path(file).resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(target, "partial")
+    torch.save(held, partial)
+    partial.replace(target)
+
+
+def latest(root: Location) -> Path | None:
+    """The newest complete checkpoint in `root`, or None if there is none.
+
+    Args:
+        root: a folder of checkpoints whose names end in a number, such as `step-000120`; the
+            largest is the newest.
+    """
+    folder = Path(root)
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        number = re.search(r"\d+$", entry.name)
+        if number and (entry / METADATA).is_file():
+            found.append((int(number[0]), entry))
+    return max(found)[1] if found else None
+
+
+class _Party:
+    """The processes that save or load together."""
+
+    def __init__(self, optimizer: ConsensusOptimizer) -> None:
+        from torch import distributed
+
+        if not isinstance(optimizer, ConsensusOptimizer):
+            raise ValueError(
+                f"optimizer must be one of torchpisa's, got {type(optimizer).__name__}"
+            )
+        exchange = optimizer._exchange
+        split = any(is_sharded(param) for param in optimizer._params)
+        self.group: Any = None  # all processes
+        self.rank, self.size = 0, 1
+        if exchange is not None and not split:
+            self.group = exchange.ranks.group
+        if distributed.is_available() and distributed.is_initialized():
+            self.rank = distributed.get_rank(self.group)
+            self.size = distributed.get_world_size(self.group)
+        # Otherwise all have the same, and the first writes it.
+        self.has_own_state = exchange is not None or split or self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes."""
+        from torch import distributed
+
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """What `work` returns; if it raises in one process, all of them raise."""
+        problem = None
+        try:
+            result = work()
+        except Exception as error:
+            problem = error
+        problems = self.gather(problem and f"{type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        for rank, other in enumerate(problems):
+            if other is not None:
+                raise ValueError(f"rank {rank} has a problem: {other}")
+        return result
+
+    def share(self, entries: dict[str, Any], params: Sequence[Named]) -> dict[str, Tensor]:
+        """What this process may write of the model: what is the same everywhere, or its own part.
+
+        Anything else, such as buffers, is the first one's to write, so that it fits together.
+        """
+        trained = {name for own in params for name, _ in own}
+        return {
+            model_key(name): entry
+            for name, entry in entries.items()
+            if isinstance(entry, Tensor)
+            if self.rank == 0 or is_sharded(entry) or (name in trained and self.has_own_state)
+        }
+
+
+def _objects(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in entries.items() if not isinstance(entry, Tensor)}
+
+
+# In one process
+
+
+def _read(source: Stored, keys: Sequence[str]) -> dict[str, Tensor]:
+    tensors = {
+        key: torch.empty(source.kinds[key].shape, dtype=source.kinds[key].dtype) for key in keys
+    }
+    source.read(tensors)
+    return tensors
+
+
+def _whole_state(source: Stored, everything: Contents, name: str) -> dict[str, Any]:
+    """A parameter's state, for all nodes."""
+    nodes = range(everything.batches)
+    keys = {
+        (kind, node): state_key(name, kind, node)
+        for kind in everything.state[name]
+        for node in nodes
+    }
+    tensors = _read(source, list(keys.values()))
+    state: dict[str, Any] = {f"{kind}.{node}": tensors[key] for (kind, node), key in keys.items()}
+    for node in nodes:
+        state[f"step.{node}"] = torch.tensor(everything.steps[name][node])
+    if len(nodes) > 1:
+        state["pending"] = torch.zeros_like(state["dual.0"])
+        remap.add_pending(source, {name: state["pending"]})
+    state["arrived"] = everything.arrived[name][0]
+    return state
+
+
+# Folders
+
+
+def _beside(path: Path, what: str) -> Path:
+    """Where something lies that is not yet, or no longer, at `path`."""
+    return path.with_name(f".{path.name}.{what}")
+
+
+def _found(path: Path) -> Path:
+    """`path`, or where its contents are after a kill between the two renames of `_publish`."""
+    old = _beside(path, "old")
+    return old if not path.exists() and (old / METADATA).is_file() else path
+
+
+def _make_room(folder: Path, partial: Path) -> None:
+    earlier = (folder / METADATA).is_file()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not earlier):
+        raise ValueError(
+            f"directory must be new, empty or an earlier checkpoint, got {str(folder)!r}, which "
+            "holds something else"
+        )
+    if partial.exists():
+        shutil.rmtree(partial)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Put a complete checkpoint in its place."""
+    old = _beside(folder, "old")
+    if folder.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        folder.rename(old)
+    partial.rename(folder)
+    if old.exists():
+        for entry in old.iterdir():
+            if entry.name != METADATA and entry.suffix != ".distcp":
+                entry.rename(folder / entry.name)
+        shutil.rmtree(old)

@@ -1,0 +1,149 @@
+"""What a process holds that belongs in a checkpoint, and whether one fits to it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchpisa.distributed import contents
+from torchpisa.distributed.contents import Contents, model_key, state_key
+from torchpisa.distributed.remap import Named, rank_of
+from torchpisa.distributed.stored import Stored
+from torchpisa.optim.base import ConsensusOptimizer
+
+__all__ = ["check_model", "check_optimizer", "named", "own_contents", "own_state"]
+
+# What torch puts into the names of parameters when it wraps modules in others.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def named(model: nn.Module, optimizer: ConsensusOptimizer) -> list[Named]:
+    """The optimizer's parameters, by group, with the names that the model gives them."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if optimizer._exchange is not None and optimizer._exchange.begun:
+        raise ValueError(
+            "optimizer must not be between backward() and step(): what the backward pass has found "
+            "is on its way to the other ranks"
+        )
+    inner: Any = model
+    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
+    names = {id(param): _WRAPPERS.sub("", name) for name, param in inner.named_parameters()}
+    found: list[Named] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    "optimizer must hold parameters of the model only, got one of shape "
+                    f"{tuple(param.shape)} in group {number} that the model does not have; with "
+                    "fully_shard, make the optimizer afterwards"
+                )
+        found.append([(names[id(param)], param) for param in group["params"]])
+    return found
+
+
+def own_contents(params: Sequence[Named], optimizer: ConsensusOptimizer) -> Contents:
+    """What this rank's part of a checkpoint says."""
+    state: dict[str, list[str]] = {}
+    steps: dict[str, list[float]] = {}
+    arrived: dict[str, list[int]] = {}
+    for name, param in (entry for own in params for entry in own):
+        if param in optimizer.state:
+            held = optimizer.state[param]
+            state[name] = [key.removesuffix(".0") for key in held if _is_of_node(key, 0)]
+            steps[name] = [held[f"step.{slot}"].item() for slot in range(optimizer.batches)]
+            arrived[name] = [held["arrived"]]
+    return Contents(
+        optimizer=type(optimizer).__name__,
+        batches=optimizer.batches,
+        groups=[[contents.pack(group) for group in optimizer.param_groups]],
+        names=[[name for name, _ in own] for own in params],
+        state=state,
+        steps=steps,
+        arrived=arrived,
+    )
+
+
+def own_state(params: Sequence[Named], optimizer: ConsensusOptimizer) -> dict[str, Tensor]:
+    """The tensors of this rank's nodes; what is pending only where there is something."""
+    rank, batches = rank_of(optimizer), optimizer.batches
+    tensors = {}
+    for name, param in (entry for own in params for entry in own):
+        held = optimizer.state.get(param, {})
+        for slot in range(batches):
+            for key in filter(lambda key: _is_of_node(key, slot), held):
+                kind = key.removesuffix(f".{slot}")
+                tensors[state_key(name, kind, rank * batches + slot)] = held[key]
+        if held.get("arrived"):
+            tensors[state_key(name, "pending", rank)] = held["pending"]
+    return tensors
+
+
+def _is_of_node(key: str, slot: int) -> bool:
+    """Whether an entry of a state is a large tensor of the node in this slot."""
+    return key.endswith(f".{slot}") and not key.startswith("step.")
+
+
+def check_model(source: Stored, entries: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the model's state has the names and shapes of the checkpoint's."""
+    prefix = model_key("")
+    saved = {key.removeprefix(prefix) for key in source.kinds if key.startswith(prefix)}
+    saved |= source.objects.keys()
+    if missing := sorted(entries.keys() - saved):
+        raise ValueError(
+            f"model must be the one that was saved, got one with {', '.join(missing)}, which the "
+            "checkpoint does not have"
+        )
+    if left := sorted(saved - entries.keys()):
+        raise ValueError(
+            f"model must be the one that was saved, got one without {', '.join(left)}, which the "
+            "checkpoint has"
+        )
+    for name, entry in entries.items():
+        if isinstance(entry, Tensor):
+            _check_shape("model", name, entry, source, model_key(name))
+
+
+def check_optimizer(source: Stored, params: Sequence[Named], optimizer: ConsensusOptimizer) -> None:
+    """Raise ValueError unless the optimizer has class, groups and state of the checkpoint's."""
+    saved = source.contents
+    if type(optimizer).__name__ != saved.optimizer:
+        raise ValueError(
+            f"optimizer must be a {saved.optimizer}, which was saved, got a "
+            f"{type(optimizer).__name__}"
+        )
+    if len(params) != len(saved.names):
+        raise ValueError(
+            f"optimizer must have {len(saved.names)} parameter groups, as the one that was saved, "
+            f"got {len(params)}"
+        )
+    for number, (own, names) in enumerate(zip(params, saved.names, strict=True)):
+        if differing := sorted({name for name, _ in own} ^ set(names)):
+            raise ValueError(
+                f"optimizer must have the parameters of the one that was saved in group {number}, "
+                f"got one that differs in {', '.join(differing)}"
+            )
+        for name, param in own:
+            held = optimizer.state.get(param)
+            if held is None or name not in saved.state:
+                continue
+            kinds = {key.removesuffix(".0") for key in held if _is_of_node(key, 0)}
+            if kinds != set(saved.state[name]):
+                raise ValueError(
+                    f"optimizer must have {', '.join(sorted(saved.state[name]))} for {name}, which "
+                    f"was saved, got {', '.join(sorted(kinds))}"
+                )
+            for kind in kinds:
+                key = state_key(name, kind, 0)
+                _check_shape(f"{kind} of", name, held[f"{kind}.0"], source, key)
+
+
+def _check_shape(what: str, name: str, own: Tensor, source: Stored, key: str) -> None:
+    shape = source.kinds[key].shape if key in source.kinds else None
+    if shape != own.shape:
+        found = "nothing" if shape is None else f"shape {tuple(shape)}"
+        raise ValueError(
+            f"{what} {name} must have the shape that was saved, {found}, got {tuple(own.shape)}"
+        )
