@@ -26,6 +26,9 @@ MAY_IMPORT = {
     "kernels": {"algorithms", "preconditioners"},
     "optim": {"algorithms", "preconditioners", "kernels", "penalty", "checks"},
     "distributed": {"kernels", "optim"},
+    "diagnostics": {"kernels", "optim", "preconditioners", "checks"},
+    "tuning": {"checks", "diagnostics", "optim"},
+    "theory": {"algorithms", "preconditioners", "optim", "checks"},
     "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
 }
 INTERNAL = {"checks", "kernels"}  # no part of the public interface

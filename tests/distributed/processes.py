@@ -19,7 +19,15 @@ TIMEOUT = 60.0
 
 # Processes are forked from a server that has imported torch once, and done nothing with it.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torchpisa.distributed"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torchpisa.distributed",
+    ]
+)
 
 
 class RankError(RuntimeError):

@@ -107,6 +107,21 @@ def test_resume_is_bit_equal_also_in_mid_round(entry, cut):
     assert (opt.iteration, opt.batch, opt.synced) == (other.iteration, other.batch, other.synced)
 
 
+def test_settings_that_are_tensors_are_saved():
+    model = network()
+    a = SISA(model.parameters(), capturable=True, nonfinite="skip", batches=2, lr=torch.tensor(0.5))
+    train(model, a, 1)
+    file = io.BytesIO()
+    torch.save(a.state_dict(), file)
+    file.seek(0)
+    b = SISA(model.parameters(), sigma=7.0, rho=3.0, capturable=True, batches=2)
+    b.load_state_dict(torch.load(file, weights_only=True))
+    own, saved = b.param_groups[0], a.param_groups[0]
+    assert own["lr"] == 0.5
+    assert own["kept"].tolist() == [True, False]
+    assert (own["sigma"], own["rho"]) == (saved["sigma"], saved["rho"])
+
+
 @each
 def test_loading_does_not_tie_two_optimizers_together(entry):
     one, two = network(), network()

@@ -1,0 +1,139 @@
+"""Ranks that fail: killed and started again by torchrun, or with batches that cannot be used.
+
+Whatever happens to one of them, the others are neither left waiting nor paired with the wrong
+iteration.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed import elastic_worker
+from tests.distributed.elastic_worker import Kill
+from tests.distributed.launch import torchrun
+from tests.distributed.problem import (
+    Weights,
+    backward,
+    difference,
+    here,
+    identical,
+    network,
+    settings,
+    together,
+    weights,
+)
+from tests.distributed.processes import run
+from torchpisa import SISA
+from torchpisa.distributed import attach
+
+# Killed and started again
+
+# What kills each incarnation, and the checkpoint from which the next one goes on.
+KILLS = {
+    "process_group": [
+        (Kill(1, 5, "step"), 3),  # both in the middle of a round
+        (Kill(0, 6, "finish"), 3),  # all ranks have written, nothing says so
+        (Kill(1, 8, "backward"), 6),  # the others wait for it to end the round
+    ],
+    "attach": [
+        (Kill(0, 4, "backward"), 3),  # what it contributes is on its way
+        (Kill(1, 9, "write_data"), 6),  # others have written
+        (Kill(0, 9, "publish"), 6),  # complete, but not in its place
+    ],
+}
+
+
+@pytest.mark.parametrize("route", KILLS)
+def test_killed_ranks_go_on_where_they_were(route: str, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    kills = [kill for kill, _ in KILLS[route]]
+    command = ["-m", elastic_worker.__name__, folder, route, json.dumps(kills)]
+    done = torchrun(*command, ranks=2, restarts=len(kills), timeout=180)
+    assert done.returncode == 0, done.stderr
+    checkpoints = [None, *(folder / f"step-{step:06}" for _, step in KILLS[route])]
+    assert (folder / "resumed").read_text().split() == [str(path) for path in checkpoints]
+    results = [torch.load(folder / f"result-{rank}.pt") for rank in range(2)]
+
+    last = checkpoints[-1]
+    assert last is not None
+    shutil.copytree(last, tmp_path / "resumed" / last.name)
+    assert same(results, run(elastic_worker.train, 2, tmp_path / "resumed", route))
+    # Two ranks add up in one way only, so a run from the start ends there too.
+    assert same(results, run(elastic_worker.train, 2, tmp_path / "undisturbed", route))
+
+
+def same(results: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Whether the last losses and the weights are the same to the last bit, on all ranks."""
+    return all(
+        own["losses"][-3:] == other["losses"][-3:]
+        and identical([own["weights"], other["weights"], results[0]["weights"]])
+        for own, other in zip(results, others, strict=True)
+    )
+
+
+# Batches that cannot be used
+
+
+def is_bad(step: int, node: int) -> bool:
+    """In some rounds a few nodes, in others all of a rank or of all ranks."""
+    return step == 4 or (7 * step + 3 * node) % 5 == 0 or (step == 6 and node in (2, 3))
+
+
+def disturbed(route: str, how: str, steps: int) -> Weights:
+    """Ranks of two nodes each, of which bad batches stay out.
+
+    Args:
+        route: "alone" for one process that leaves them out by `skip()`, "process_group" or
+            "attach".
+        how: "skip()", "infinite" or "scaler".
+        steps: rounds.
+    """
+    model: Any = network()
+    if route == "alone":
+        nodes = list(range(4))
+        opt = SISA(model.parameters(), **settings(SISA, nodes))
+    else:
+        nodes = here(2)
+        opt = together(SISA, nodes, nonfinite="skip")(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=how == "scaler", init_scale=2.0**16)
+    if route == "attach":
+        model = DistributedDataParallel(model)
+        attach(opt, model, scaler=scaler)
+    for step in range(steps):
+        for node in nodes:
+            opt.zero_grad()
+            bad = is_bad(step, node)
+            if bad and how == "skip()":
+                opt.skip()
+                continue
+            scale = float(scaler.scale(torch.ones(())))
+            backward(model, node, step, torch.float64, math.inf if bad else scale)
+            scaler.step(opt)
+            scaler.update()
+        assert opt.synced
+        assert opt.iteration == step + 1
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    ("route", "how"),
+    [
+        ("process_group", "skip()"),
+        ("process_group", "infinite"),
+        ("process_group", "scaler"),
+        ("attach", "infinite"),
+        ("attach", "scaler"),
+    ],
+)
+def test_bad_batches_stay_out(route: str, how: str) -> None:
+    expected = disturbed("alone", "skip()", steps=20)
+    results = run(disturbed, 2, route, how, steps=20)
+    assert identical(results)
+    assert difference(results, expected) <= 1e-12
