@@ -1,6 +1,22 @@
 """Train a small transformer on text with DistributedDataParallel: every rank is a node.
 
-torchrun --nproc-per-node 4 examples/ddp.py
+    torchrun --nproc-per-node 4 examples/ddp.py
+
+Nothing is downloaded: the text is Python's standard library, of which each rank has other modules
+than the others, and more or fewer of them. It takes a minute or two on two cores, runs on GPUs if
+there is one for each process, and without torchrun in one process.
+
+Settings were searched on the validation text, with four nodes and 500 steps: for SISA sigma from
+0.02 to 4 and rho from 30 to 4000, for NSISA sigma from 5 to 80, for AdamW nine learning rates from
+3e-4 to 8e-3. The library's defaults for several nodes, sigma 2 and rho 100, are for parts that
+differ more than these do: they are far too cautious here. Bits per byte on the validation text with
+four processes, seeds 0, 1 and 2, Python 3.11 and torch 2.13 on a CPU:
+
+    SISA, sigma 0.07, rho 500      2.130  2.161  2.124
+    AdamW, learning rate 6e-3      2.112  2.147  2.125
+    NSISA, sigma 15                1.939  1.970  1.957
+    SISA, --reduce-dtype bfloat16  2.133
+    SISA, --sigma 2 --rho 100      3.439
 """
 
 import text

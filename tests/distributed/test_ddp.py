@@ -1,6 +1,7 @@
 """DistributedDataParallel with an attached optimizer: the same result, while backward runs."""
 
 import contextlib
+import copy
 import math
 import re
 from typing import Any
@@ -204,6 +205,37 @@ def test_sums_start_while_backward_is_running() -> None:
         assert 2 <= sent < total
 
 
+def interrupted() -> bool:
+    """A new model lays out its buckets as the old one did in its first steps, not in its last."""
+
+    def made(seed: int) -> Any:
+        model = network(torch.float32, seed)
+        opt = together(SISA, here())(model.parameters())
+        parallel = DistributedDataParallel(model, **SMALL)
+        attach(opt, parallel)
+        return model, opt, parallel
+
+    def steps(opt: Any, parallel: nn.Module, first: int, last: int) -> None:
+        for step in range(first, last):
+            opt.zero_grad()
+            backward(parallel, here()[0], step, torch.float32)
+            opt.step()
+
+    model, opt, parallel = made(1)
+    steps(opt, parallel, 0, 4)
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    steps(opt, parallel, 4, 8)
+    other, resumed, again = made(2)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    steps(resumed, again, 4, 8)
+    return identical([weights(model), weights(other)])
+
+
+def test_resumes_bit_for_bit() -> None:
+    assert run(interrupted, 4) == [True] * 4
+
+
 # Batches that are left out
 
 
@@ -313,6 +345,9 @@ def refused(case: str) -> str:
         elif case == "no backward":
             attach(opt, parallel)
             opt.step()
+        elif case == "skip":
+            attach(opt, parallel)
+            opt.skip()
         elif case == "no_sync":
             attach(opt, parallel)
             with parallel.no_sync():
@@ -335,8 +370,9 @@ def refused(case: str) -> str:
         ("other group", r"process_group of the model, ranks \[0, 1\], got \[1, 0\]"),
         ("missing", r"all parameters of the model that are trained, but not 4\.bias"),
         ("twice", r"backward\(\) ran twice before step\(\).*no_sync"),
-        ("no backward", r"RuntimeError: step\(\) found no gradients on their way"),
-        ("no_sync", r"RuntimeError: step\(\) found no gradients on their way.*not under no_sync"),
+        ("no backward", r"RuntimeError: no gradients are on their way"),
+        ("no_sync", r"RuntimeError: no gradients are on their way.*not under no_sync"),
+        ("skip", r"RuntimeError: no gradients are on their way.*skip\(\) cannot take its place"),
     ],
 )
 def test_bad_input_is_refused(case: str, message: str) -> None:

@@ -1,5 +1,6 @@
 """DistributedDataParallel: the consensus in place of the average of gradients."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["attach"]
+
+# Of the bucket that is sent first: communication starts early.
+_FIRST_BYTES = 2**20
 
 
 def attach(
@@ -75,6 +79,25 @@ def attach(
     optimizer._attached = hook
 
 
+def _layout(model: "DistributedDataParallel") -> list[list[Tensor]]:
+    """Parameters whose contributions are sent together, from the last to the first.
+
+    DistributedDataParallel lays its own buckets out anew after the first backward pass. Sums of
+    several numbers depend on their order, so a resumed run would differ in its last bits if ours
+    did not stay what they are. The sizes are its.
+    """
+    limit = min(_FIRST_BYTES, model.bucket_bytes_cap)
+    buckets: list[list[Tensor]] = [[]]
+    size = 0
+    for param in reversed([param for param in model.parameters() if param.requires_grad]):
+        buckets[-1].append(param)
+        size += param.numel() * param.element_size()
+        if size >= limit:
+            buckets.append([])
+            limit, size = model.bucket_bytes_cap, 0
+    return [bucket for bucket in buckets if bucket]
+
+
 class _Hook:
     """What is called for every bucket of gradients, on the thread that computes them."""
 
@@ -88,6 +111,9 @@ class _Hook:
         self._optimizer = optimizer
         self._scaler = scaler
         self._group_of: dict[int, int] = {}
+        self._buckets = _layout(model)
+        self._ready: set[int] = set()
+        self._sent = 0
         # With unused parameters a bucket holds zeros for them, so who was reached is noted apart.
         self._notes = bool(model.find_unused_parameters or model.static_graph)
         self._reached: set[int] = set()
@@ -97,7 +123,7 @@ class _Hook:
                     param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
     def on_bucket(self, bucket: "GradBucket") -> torch.futures.Future[Tensor]:
-        """Step a bucket's parameters and send their contributions; gradients stay as they are."""
+        """Step a bucket's parameters and send what is complete; gradients stay as they are."""
         if self._overlaps():
             buffer = bucket.buffer()
             scale = found_inf = None
@@ -110,21 +136,33 @@ class _Hook:
                 for param, grad in pairs
             ]
             self._optimizer._step_early(params, bucket.index(), scale, found_inf)
+            self._send(params)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
+    def _send(self, params: Sequence[tuple[int, Tensor, Tensor | None]]) -> None:
+        """Send all buckets of ours that are complete now, in their order."""
+        self._ready |= {id(param) for _, param, _ in params}
+        for bucket in self._buckets[self._sent :]:
+            if not all(id(param) in self._ready for param in bucket):
+                break
+            self._optimizer._send_early([(self._group(param), param, None) for param in bucket])
+            self._sent += 1
+
     def check(self, slot: int) -> None:
         """See `Attached`."""
         self._reached.clear()
+        self._ready.clear()
+        self._sent = 0
         exchange = self._optimizer._exchange
         if not self._overlaps():
             return
         if slot != self._optimizer._last_slot or exchange is None or not exchange.begun:
             raise RuntimeError(
-                "step() found no gradients on their way: an attached optimizer needs a backward "
-                "pass of the DistributedDataParallel model, not under no_sync(), before the step "
-                "that ends a round, on every rank"
+                "no gradients are on their way: an attached optimizer needs a backward pass of the "
+                "DistributedDataParallel model, not under no_sync(), before the step() that ends a "
+                "round, on every rank; skip() cannot take its place"
             )
 
     def _overlaps(self) -> bool:

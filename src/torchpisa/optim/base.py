@@ -269,7 +269,7 @@ class ConsensusOptimizer(GroupedOptimizer):
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Step some parameters with the last batch of a round and send what they contribute.
+        """Step some parameters with the last batch of a round.
 
         Args:
             params: number of the group, parameter and gradient (None for zero) of each.
@@ -277,15 +277,10 @@ class ConsensusOptimizer(GroupedOptimizer):
             grad_scale: what the gradients were multiplied by.
             found_inf: whether they have infinities, if a GradScaler is in use.
         """
-        assert self._exchange is not None
         slot = self._last_slot
+        assert self._exchange is not None
         assert slot is not None
-        members: list[list[Member]] = [[] for _ in self.param_groups]
-        for number, param, grad in params:
-            member = self._member(param, grad, self.param_groups[number])
-            if member is not None:
-                members[number].append(member)
-        reached = [[m for m in own if m.grad is not None] for own in members]
+        reached = self._of(params, with_gradient=True)
         if any(_took(member, slot) for own in reached for member in own):
             raise RuntimeError(
                 "backward() ran twice before step(), but what the first one found is on its way "
@@ -294,8 +289,25 @@ class ConsensusOptimizer(GroupedOptimizer):
         if not self._take(slot, reached, key, grad_scale, found_inf):
             for group, own in zip(self.param_groups, reached, strict=True):
                 rounds.contribute_duals(group, own, slot)
-        # All of it in one go: who made the buckets has decided about their sizes.
+        self._exchange.begun = True
+
+    @torch.no_grad()
+    def _send_early(self, params: Sequence[tuple[int, Tensor, Tensor | None]]) -> None:
+        """Send, in one go, what parameters contribute that `_step_early` has been called for."""
+        assert self._exchange is not None
+        members = self._of(params, with_gradient=False)
         self._exchange.send(self.param_groups, members, self._preconditioners(), math.inf)
+
+    def _of(
+        self, params: Sequence[tuple[int, Tensor, Tensor | None]], with_gradient: bool
+    ) -> list[list[Member]]:
+        """Parameters as members, by group; those with a gradient, or all."""
+        members: list[list[Member]] = [[] for _ in self.param_groups]
+        for number, param, grad in params:
+            member = self._member(param, grad, self.param_groups[number])
+            if member is not None and (grad is not None or not with_gradient):
+                members[number].append(member)
+        return members
 
     def _check_gradients(self, slot: int) -> None:
         """Raise if gradients are not what a rank needs; before anything changes."""

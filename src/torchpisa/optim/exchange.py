@@ -31,18 +31,19 @@ class _Doubt(NamedTuple):
 
 
 class Exchange:
-    """What is under way between the ranks in one round."""
+    """What is under way between the ranks in one round.
+
+    Attributes:
+        ranks: the ranks.
+        begun: whether a step of this round has been taken in part.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.begun = False
         self._sent: set[int] = set()
         self._doubts: dict[int, _Doubt] = {}
         self._unreached: set[int] = set()
-
-    @property
-    def begun(self) -> bool:
-        """Whether something was sent in this round."""
-        return bool(self._sent)
 
     def send(
         self,
@@ -126,6 +127,7 @@ class Exchange:
 
     def forget(self) -> None:
         """Be ready for the next round."""
+        self.begun = False
         self._sent.clear()
         self._doubts.clear()
         self._unreached.clear()
