@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -31,7 +32,8 @@ def attach(
     waits for the sums and moves the weights. Gradients stay those of each rank's own data.
 
     What needs all gradients at once waits for `step()`: `clip`, preconditioners that solve for all
-    parameters together, and, of several batches per rank, all but the last of a round.
+    parameters together, and, of several batches per rank, all but the last of a round. So do the
+    sums of the first round, in which the order of gradients is learned.
 
     Call it once, on every rank, before the first backward pass. Gradients that are changed between
     the backward pass and `step()`, by `torch.nn.utils.clip_grad_norm_` for instance, have been used
@@ -79,27 +81,27 @@ def attach(
     optimizer._attached = hook
 
 
-def _layout(model: "DistributedDataParallel") -> list[list[Tensor]]:
-    """Parameters whose contributions are sent together, from the last to the first.
-
-    DistributedDataParallel lays its own buckets out anew after the first backward pass. Sums of
-    several numbers depend on their order, so a resumed run would differ in its last bits if ours
-    did not stay what they are. The sizes are its.
-    """
-    limit = min(_FIRST_BYTES, model.bucket_bytes_cap)
+def _layout(params: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
+    """Parameters in their order, cut into what is sent together."""
     buckets: list[list[Tensor]] = [[]]
-    size = 0
-    for param in reversed([param for param in model.parameters() if param.requires_grad]):
+    most, size = min(_FIRST_BYTES, limit), 0
+    for param in params:
         buckets[-1].append(param)
         size += param.numel() * param.element_size()
-        if size >= limit:
+        if size >= most:
             buckets.append([])
-            limit, size = model.bucket_bytes_cap, 0
+            most, size = limit, 0
     return [bucket for bucket in buckets if bucket]
 
 
 class _Hook:
-    """What is called for every bucket of gradients, on the thread that computes them."""
+    """What is called for every bucket of gradients, on the thread that computes them.
+
+    Contributions are sent in buckets of our own, which are laid out once, in the order in which
+    gradients came in the first backward pass. DistributedDataParallel lays its buckets out anew
+    after that pass; then they are the same. Sums depend on the order of their numbers, so with its
+    changing buckets a resumed run would differ in its last bits.
+    """
 
     def __init__(
         self,
@@ -111,16 +113,18 @@ class _Hook:
         self._optimizer = optimizer
         self._scaler = scaler
         self._group_of: dict[int, int] = {}
-        self._buckets = _layout(model)
+        self._params = [param for param in model.parameters() if param.requires_grad]
+        self._order: dict[int, None] = {}
+        self._buckets: list[list[Tensor]] | None = None
         self._ready: set[int] = set()
         self._sent = 0
         # With unused parameters a bucket holds zeros for them, so who was reached is noted apart.
         self._notes = bool(model.find_unused_parameters or model.static_graph)
         self._reached: set[int] = set()
-        if self._notes:
-            for param in model.parameters():
-                if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for param in self._params
+        ]
 
     def on_bucket(self, bucket: "GradBucket") -> torch.futures.Future[Tensor]:
         """Step a bucket's parameters and send what is complete; gradients stay as they are."""
@@ -136,15 +140,15 @@ class _Hook:
                 for param, grad in pairs
             ]
             self._optimizer._step_early(params, bucket.index(), scale, found_inf)
-            self._send(params)
+            self._ready |= {id(param) for _, param, _ in params}
+            self._send()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    def _send(self, params: Sequence[tuple[int, Tensor, Tensor | None]]) -> None:
+    def _send(self) -> None:
         """Send all buckets of ours that are complete now, in their order."""
-        self._ready |= {id(param) for _, param, _ in params}
-        for bucket in self._buckets[self._sent :]:
+        for bucket in (self._buckets or [])[self._sent :]:
             if not all(id(param) in self._ready for param in bucket):
                 break
             self._optimizer._send_early([(self._group(param), param, None) for param in bucket])
@@ -152,18 +156,32 @@ class _Hook:
 
     def check(self, slot: int) -> None:
         """See `Attached`."""
-        self._reached.clear()
-        self._ready.clear()
-        self._sent = 0
         exchange = self._optimizer._exchange
-        if not self._overlaps():
-            return
-        if slot != self._optimizer._last_slot or exchange is None or not exchange.begun:
-            raise RuntimeError(
-                "no gradients are on their way: an attached optimizer needs a backward pass of the "
-                "DistributedDataParallel model, not under no_sync(), before the step() that ends a "
-                "round, on every rank; skip() cannot take its place"
-            )
+        assert exchange is not None
+        if self._overlaps():
+            if slot != self._optimizer._last_slot or not exchange.begun:
+                raise RuntimeError(
+                    "no gradients are on their way: an attached optimizer needs a backward pass of "
+                    "the DistributedDataParallel model, not under no_sync(), before the step() "
+                    "that ends a round, on every rank; skip() cannot take its place"
+                )
+            if self._buckets is None:
+                self._lay_out(exchange.ranks)
+                self._send()
+            self._ready.clear()
+            self._sent = 0
+        self._reached.clear()
+
+    def _lay_out(self, ranks: Ranks) -> None:
+        """Settle the buckets, by the first rank's order; it may differ from others' by chance."""
+        number = {id(param): index for index, param in enumerate(self._params)}
+        order = [number[key] for key in self._order]
+        order += [index for index in reversed(range(len(self._params))) if index not in order]
+        params = [self._params[index] for index in ranks.gather(order)[0]]
+        self._buckets = _layout(params, self.model.bucket_bytes_cap)
+        if not self._notes:
+            for handle in self._handles:
+                handle.remove()
 
     def _overlaps(self) -> bool:
         """Whether the next step ends a round and can be taken bucket by bucket."""
@@ -174,6 +192,7 @@ class _Hook:
 
     def _note(self, param: Tensor) -> None:
         self._reached.add(id(param))
+        self._order[id(param)] = None
 
     def _was_reached(self, param: Tensor) -> bool:
         return not self._notes or id(param) in self._reached
