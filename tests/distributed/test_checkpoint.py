@@ -31,6 +31,7 @@ from tests.distributed.problem import (
 from tests.distributed.processes import run
 from torchpisa import NSISA, PISA, SISA
 from torchpisa.distributed import attach, export, latest, load, remap, save, shard
+from torchpisa.optim import rounds
 from torchpisa.preconditioners import Identity, SecondMoment
 
 # What is saved is computed once, and loaded by many tests.
@@ -109,6 +110,8 @@ class Run:
                 if (node + step) % 3 == 2:
                     self.inner[0].weight.grad = None
                     self.inner[2].bias.grad = None
+                elif (node + step) % 3 == 1:
+                    self.inner[2].weight.grad = None
                 if step == 2:
                     self.inner[4].bias.grad = None
             self.opt.step()
@@ -291,6 +294,7 @@ def loaded(layout: Layout, paths: dict[str, Path]) -> list[dict[str, Any]]:
     reports = []
     for name, path in paths.items():
         other = Run(layout, OLD[name.removesuffix(" file")][1], seed=5, sizes=OTHER_SIZE)
+        other.train(0, 1)  # so that there is something to forget, perhaps even an open round
         extra = load(path, other.model, other.opt)
         was_synced = other.opt.synced
         other.opt.flush()
@@ -399,6 +403,41 @@ def test_training_goes_on(checkpoints: Checkpoints, layout: Layout, name: str) -
     assert identical(new["trained"])
     before, after = new["losses"]
     assert after < before
+
+
+def drifting(path: Path) -> list[Tensor]:
+    """A rank whose hardware computes differently."""
+    consensus = rounds.consensus
+
+    def inexact(*args: Any) -> None:
+        consensus(*args)
+        for member in args[2]:
+            member.param.mul_(1 + 1e-9 * distributed.get_rank())
+
+    rounds.consensus = inexact
+    other = Run(Layout("plain", replicas=2), SISA)
+    load(path, other.model, other.opt)
+    return weights(other.inner)
+
+
+def test_ranks_that_compute_differently_agree(checkpoints: Checkpoints) -> None:
+    results = run(drifting, 2, checkpoints.paths["open"])
+    assert identical(results)
+    assert difference(results, checkpoints.reports["open"]["weights"]) < 1e-12
+
+
+def troubled(path: Path) -> bool:
+    """A rank that would raise at the end of the round, had it not been replaced."""
+    other = Run(Layout("plain", replicas=2, batches=2), SISA)
+    for param in other.inner.parameters():
+        param.grad = torch.full_like(param, torch.nan)
+    other.opt.step()
+    load(path, other.model, other.opt)
+    return bool(other.train(0, 2).opt.synced)
+
+
+def test_troubles_are_forgotten(checkpoints: Checkpoints) -> None:
+    assert run(troubled, 2, checkpoints.paths["four"]) == [True, True]
 
 
 # One file
@@ -654,6 +693,7 @@ def company(folder: Path) -> tuple[list[float], bool, Any]:
     """Two of three processes; their buffers differ, and so does their `extra`."""
     warnings.simplefilter("error")
     group = distributed.new_group([0, 1])
+    distributed.barrier()
     rank = distributed.get_rank()
     if rank == 2:
         return [], True, None
