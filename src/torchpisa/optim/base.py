@@ -238,7 +238,8 @@ class ConsensusOptimizer(GroupedOptimizer):
             where = f"iteration {self.iteration - 1}"
             raise FloatingPointError(
                 f"{own or f'non-finite gradient on another rank in {where}'}. The batch was left "
-                "out on all ranks' accounts and the round is complete; nonfinite='skip' goes on"
+                "out, its dual was contributed, and all ranks have completed the round; "
+                "nonfinite='skip' goes on without an error"
             )
 
     def _close_alone(
