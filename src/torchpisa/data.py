@@ -119,14 +119,11 @@ def split(
         >>> parts.weights
         (0.4, 0.3, 0.3)
     """
-    if hasattr(data, "__len__"):
-        n = len(cast(Sized, data))
-    else:
-        n = _integer("data without a length", data, 1)
+    n = length(data)
     m = _integer("batches", batches, 1, n, "the number of samples")
     seed = _integer("seed", seed, 0)
     counts = _equal(n, m) if sizes is None else _counts(sizes, n, m)
-    order = _permutation(n, "split", seed) if shuffle else torch.arange(n, device="cpu")
+    order = permutation(n, "split", seed) if shuffle else torch.arange(n, device="cpu")
     return Parts(torch.split(order, counts))
 
 
@@ -219,7 +216,7 @@ class RoundSampler(Sampler[list[int]]):
     def _pass(self, part: int, number: int) -> Tensor:
         if part not in self._shuffled or self._shuffled[part][0] != number:
             indices = self.parts.indices[part]
-            order = _permutation(len(indices), "pass", self.seed, part, number)
+            order = permutation(len(indices), "pass", self.seed, part, number)
             self._shuffled[part] = (number, indices[order])
         return self._shuffled[part][1]
 
@@ -282,11 +279,23 @@ def _map(f: Callable[[str, Tensor], Tensor], batch: Any, path: str) -> Any:
     raise TypeError(f"{path} must be a tensor, or tuple, list or mapping of them, got {kind}")
 
 
-def _permutation(n: int, *key: str | int) -> Tensor:
+def length(data: Dataset[Any] | Sized | int) -> int:
+    """The number of samples, of data or of that number itself."""
+    if hasattr(data, "__len__"):
+        return len(cast(Sized, data))
+    return _integer("data without a length", data, 1)
+
+
+def hashed(*key: str | int) -> int:
+    """The seed of a generator for `key`, the same in every process."""
     # Hashed, not added up: neighbouring seeds, parts and passes must not share orders, and torch's
     # CPU generator reads only 32 bits of its seed. Python's hash() differs between processes.
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+def permutation(n: int, *key: str | int) -> Tensor:
+    """A random order of n samples, decided by `key`."""
+    generator = torch.Generator().manual_seed(hashed(*key))
     # An explicit device throughout this file: the user's default device may be another.
     return torch.randperm(n, generator=generator, device="cpu")
 

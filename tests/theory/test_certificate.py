@@ -214,7 +214,7 @@ def test_mini_batches_of_like_samples_are_no_way_out():
 
 def test_wrong_sign_in_the_dual_is_found(monkeypatch):
     def wrong(dual, d, sigma, dual_decay=1.0):
-        return pisa.Local(dual + 2 * sigma * d, dual - sigma * d)
+        return pisa.Local(dual + 2 * sigma * d, dual - sigma * d, sigma * d)
 
     monkeypatch.setattr(pisa, "local_step", wrong)
     certificate = certify(problem("least squares"), iterations=30)

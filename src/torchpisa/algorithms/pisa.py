@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Local", "consensus", "initial_consensus", "local_step", "residual"]
+__all__ = [
+    "Local",
+    "consensus",
+    "consensus_of_deltas",
+    "initial_consensus",
+    "local_step",
+    "residual",
+]
 
 Scalar = float | Tensor
 
@@ -27,10 +34,12 @@ class Local(NamedTuple):
     Attributes:
         contribution: \(u_i = \pi_i + 2 \sigma_i d_i\), what the batch adds to the consensus.
         dual: \(\pi_i\), the new Lagrange multiplier.
+        delta: \(\sigma_i d_i\), what a client sends to a server that keeps the sum of the duals.
     """
 
     contribution: Tensor
     dual: Tensor
+    delta: Tensor
 
 
 def residual(dual: Tensor, grad: Tensor) -> Tensor:
@@ -48,7 +57,7 @@ def local_step(dual: Tensor, d: Tensor, sigma: Scalar, dual_decay: float = 1.0) 
         dual_decay: factor on the new dual; the paper's algorithms have none (1).
     """
     delta = sigma * d
-    return Local(contribution=dual + 2 * delta, dual=dual_decay * (dual + delta))
+    return Local(contribution=dual + 2 * delta, dual=dual_decay * (dual + delta), delta=delta)
 
 
 def consensus(
@@ -77,3 +86,26 @@ def initial_consensus(
 ) -> Tensor:
     r"""The very first consensus, where every \(w_i^0 = w^0\) and every dual is zero."""
     return w * (total_sigma / (total_sigma + lr * consensus_decay))
+
+
+def consensus_of_deltas(
+    w: Tensor,
+    dual: Tensor,
+    delta: Tensor,
+    total_sigma: Scalar,
+    consensus_decay: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    r"""Equation (2.9) where only changes of duals arrive: the next \(w\) and \(\Pi\).
+
+    A batch that is absent contributes \(u_i = \pi_i\), one that is present \(\pi_i + 2 \delta_i\),
+    so \(U = \Pi + 2 D\) with the old \(\Pi\), whoever is present.
+
+    Args:
+        w: \(w^{\ell+1}\).
+        dual: \(\Pi = \sum_i \alpha_i \pi_i\) over all batches, before this round.
+        delta: \(D = \sum_i \alpha_i \delta_i\) over the batches that are present.
+        total_sigma: \(S = \sum_i \alpha_i \sigma_i^{\ell+1}\) over all batches.
+        consensus_decay: \(\lambda\).
+    """
+    dual = dual + delta
+    return consensus(w, dual + delta, total_sigma, consensus_decay), dual

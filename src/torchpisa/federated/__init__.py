@@ -1,0 +1,33 @@
+"""Federated learning: how data is spread, algorithms, and a simulation of all clients.
+
+For real clients on many machines there is `torchpisa.federated.flower`.
+"""
+
+from torchpisa.federated.algorithms import (
+    PISA,
+    SISA,
+    Algorithm,
+    FedAvg,
+    FedNova,
+    FedProx,
+    Scaffold,
+)
+from torchpisa.federated.local_work import Epochs, FullGradient, Minibatches
+from torchpisa.federated.objective import accuracy, cross_entropy
+from torchpisa.federated.simulation import Simulation
+
+__all__ = [
+    "PISA",
+    "SISA",
+    "Algorithm",
+    "Epochs",
+    "FedAvg",
+    "FedNova",
+    "FedProx",
+    "FullGradient",
+    "Minibatches",
+    "Scaffold",
+    "Simulation",
+    "accuracy",
+    "cross_entropy",
+]

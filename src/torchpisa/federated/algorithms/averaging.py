@@ -1,0 +1,206 @@
+"""The baselines: FedAvg, FedProx, FedNova and Scaffold. All run SGD on their clients."""
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.checks import check_range
+from torchpisa.federated.algorithms.base import (
+    Algorithm,
+    Fields,
+    Message,
+    ServerState,
+    Tensors,
+    zeros,
+)
+from torchpisa.federated.local_work import Epochs, LocalWork
+
+__all__ = ["FedAvg", "FedNova", "FedProx", "Scaffold"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Algorithm):
+    """What the four share: local SGD, and a server that moves by a mean of what they moved."""
+
+    lr: float
+    weight_decay: float = 0.0
+    server_lr: float = 1.0
+    lr_decay: float = 1.0
+    local: LocalWork = field(default_factory=Epochs)
+
+    def __post_init__(self) -> None:
+        check_range("lr", self.lr, 0, low_open=True, high_open=True)
+        check_range("weight_decay", self.weight_decay, 0, high_open=True)
+        check_range("server_lr", self.server_lr, 0, low_open=True, high_open=True)
+        check_range("lr_decay", self.lr_decay, 0, 1, low_open=True)
+
+    def start(self, weights: Tensors) -> ServerState:
+        return ServerState(weights, {}, {"lr": self.lr})
+
+    def open(self, server: ServerState) -> ServerState:
+        return replace(server, numbers={"lr": self.lr * self.lr_decay**server.iteration})
+
+    def broadcast(self, server: ServerState) -> Message:
+        return Message({"weights": server.weights}, server.numbers)
+
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        weights = {
+            name: w + (self.server_lr / present) * total.tensors["moved"][name]
+            for name, w in server.weights.items()
+        }
+        return replace(server, weights=weights, iteration=server.iteration + 1)
+
+    def begin(self, down: Message, memory: Fields) -> Fields:
+        return {"moved": zeros(down.tensors["weights"])}
+
+    def step(
+        self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
+    ) -> Fields:
+        grad = self.corrected(down, memory, carry, self.decayed(grad, point))
+        lr = down.numbers["lr"]
+        return {"moved": {name: moved - lr * grad[name] for name, moved in carry["moved"].items()}}
+
+    def corrected(self, down: Message, memory: Fields, carry: Fields, grad: Tensors) -> Tensors:
+        """The gradient with what the algorithm adds to it."""
+        return grad
+
+    def finish(
+        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
+    ) -> tuple[Message, Fields]:
+        return Message({"moved": carry["moved"]}, {}), memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(LocalSGD):
+    r"""Federated averaging (McMahan et al., 2017).
+
+    Clients run SGD from \(w\); the server takes the mean of their weights, by their numbers of
+    samples. With `local=FullGradient()` this is FedSGD, gradient descent on all data.
+
+    Args:
+        lr: the clients' learning rate.
+        momentum: of the clients' SGD; the buffer starts at zero in every round.
+        weight_decay: an L2 term inside every client's objective.
+        server_lr: factor on the mean movement; 1 takes the mean itself.
+        lr_decay: `lr` is multiplied by it after every round.
+        local: what a client does in a round; one epoch by default.
+    """
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("momentum", self.momentum, 0, 1, high_open=True)
+
+    def begin(self, down: Message, memory: Fields) -> Fields:
+        carry = super().begin(down, memory)
+        return {**carry, "buffer": zeros(carry["moved"])} if self.momentum else carry
+
+    def step(
+        self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
+    ) -> Fields:
+        if not self.momentum:
+            return super().step(down, memory, carry, grad, point)
+        grad = self.corrected(down, memory, carry, self.decayed(grad, point))
+        lr = down.numbers["lr"]
+        buffer = {name: self.momentum * b + grad[name] for name, b in carry["buffer"].items()}
+        moved = {name: m - lr * buffer[name] for name, m in carry["moved"].items()}
+        return {"moved": moved, "buffer": buffer}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProx(FedAvg):
+    r"""FedAvg with a proximal term (Li et al., 2020).
+
+    Every client minimises \(F_i(y) + \frac{\mu}{2} \|y - w\|^2\) instead of \(F_i(y)\).
+
+    Args:
+        mu: \(\mu \ge 0\); 0 is FedAvg.
+        lr: see `FedAvg`, as for the rest.
+    """
+
+    mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("mu", self.mu, 0, high_open=True)
+
+    def corrected(self, down: Message, memory: Fields, carry: Fields, grad: Tensors) -> Tensors:
+        return {name: g + self.mu * carry["moved"][name] for name, g in grad.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedNova(FedAvg):
+    r"""Normalised averaging (Wang et al., 2020).
+
+    FedAvg favours clients that take more steps. Here a client's movement is divided by
+    \(\|a_i\|_1\), the sum of the weights that its gradients had in it (the number of steps
+    \(\tau_i\), if there is no momentum), and the mean of these directions is multiplied by the
+    mean of the \(\|a_i\|_1\): \(\tau_{\mathrm{eff}} = \sum_i p_i \|a_i\|_1\).
+
+    Args:
+        lr: see `FedAvg`, as for the rest.
+    """
+
+    def finish(
+        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
+    ) -> tuple[Message, Fields]:
+        norm = steps
+        if self.momentum:
+            # The gradient of step k is in the buffer of every later one, with a power of momentum.
+            geometric = (1 - self.momentum**steps) / (1 - self.momentum)
+            norm = (steps - self.momentum * geometric) / (1 - self.momentum)
+        moved = {name: m / norm for name, m in carry["moved"].items()}
+        return Message({"moved": moved}, {"norm": norm}), memory
+
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        effective = total.numbers["norm"] / present
+        moved = {name: effective * d for name, d in total.tensors["moved"].items()}
+        return super().close(server, Message({"moved": moved}, {}), present)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(LocalSGD):
+    r"""Stochastic controlled averaging (Karimireddy et al., 2020), Option II.
+
+    Local gradients are corrected by the difference of two control variates,
+    \(g - c_i + c\). They start at zero; after its \(K\) local steps a client sets
+    \(c_i^+ = c_i - c + (w - y_i) / (K \eta)\), and the server adds the changes to
+    \(c = \sum_i \alpha_i c_i\), absent clients staying in the sum. A round costs twice the traffic
+    of FedAvg.
+
+    Args:
+        lr: \(\eta\), the clients' learning rate.
+        weight_decay: an L2 term inside every client's objective.
+        server_lr: \(\eta_g\), factor on the mean movement.
+        lr_decay: `lr` is multiplied by it after every round.
+        local: what a client does in a round; one epoch by default.
+    """
+
+    def start(self, weights: Tensors) -> ServerState:
+        return replace(super().start(weights), memory={"control": zeros(weights)})
+
+    def broadcast(self, server: ServerState) -> Message:
+        return Message({"weights": server.weights, **server.memory}, server.numbers)
+
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        change = total.tensors["control"]
+        control = {name: c + change[name] for name, c in server.memory["control"].items()}
+        return replace(super().close(server, total, present), memory={"control": control})
+
+    def remember(self, weights: Tensors) -> Fields:
+        return {"control": zeros(weights)}
+
+    def corrected(self, down: Message, memory: Fields, carry: Fields, grad: Tensors) -> Tensors:
+        own, common = memory["control"], down.tensors["control"]
+        return {name: g - own[name] + common[name] for name, g in grad.items()}
+
+    def finish(
+        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
+    ) -> tuple[Message, Fields]:
+        common, scale = down.tensors["control"], steps * down.numbers["lr"]
+        change = {name: -common[name] - m / scale for name, m in carry["moved"].items()}
+        control = {name: c + change[name] for name, c in memory["control"].items()}
+        up = Message({"moved": carry["moved"], "control": change}, {})
+        return up, {"control": control}

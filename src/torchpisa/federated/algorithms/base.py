@@ -1,0 +1,175 @@
+"""What a federated algorithm is: a server's half and a client's half, as pure functions."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.federated.local_work import LocalWork
+
+__all__ = ["Algorithm", "Fields", "Message", "ServerState", "Tensors", "add", "zeros"]
+
+Tensors = dict[str, Tensor]
+"""Tensors by the name of the parameter that they belong to."""
+
+Fields = dict[str, Tensors]
+"""Several such sets by what they are: `"weights"`, `"dual"`, `"control"`."""
+
+
+class Message(NamedTuple):
+    """What crosses the network, in either direction.
+
+    Attributes:
+        tensors: what it is about.
+        numbers: a few numbers that go with it.
+    """
+
+    tensors: Fields
+    numbers: Mapping[str, Scalar]
+
+    @property
+    def bytes(self) -> int:
+        """What the tensors weigh; the numbers are not worth counting."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for tensors in self.tensors.values()
+            for tensor in tensors.values()
+        )
+
+
+@dataclass(frozen=True)
+class ServerState:
+    r"""All that a server keeps between rounds.
+
+    Attributes:
+        weights: \(w\), the global weights.
+        memory: what the algorithm keeps beside them, such as
+            \(\Pi = \sum_i \alpha_i \pi_i\) under `"dual"`.
+        numbers: numbers that change from round to round, such as \(\sigma\).
+        iteration: rounds closed, \(\ell\).
+    """
+
+    weights: Tensors
+    memory: Fields = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    iteration: int = 0
+
+
+class Algorithm(ABC):
+    r"""Both halves of a federated algorithm.
+
+    They are pure functions of tensors: whoever calls them keeps the state, in one process, on a
+    GPU for all clients at once (every client function may run under `torch.vmap`), or on many
+    machines. One round is
+
+        server = algorithm.open(server)
+        down = algorithm.broadcast(server)
+        for each client i that is present:
+            carry = algorithm.begin(down, memory_i)
+            for each local step:
+                g = gradient of F_i at down.tensors["weights"] + carry["moved"]
+                carry = algorithm.step(down, memory_i, carry, g, point)
+            update_i, memory_i = algorithm.finish(down, memory_i, carry, steps)
+        server = algorithm.close(server, sum of alpha_i update_i, sum of alpha_i)
+
+    with \(\alpha_i = n_i / n\), constant in time, over all clients, absent ones included. Every
+    algorithm sends updates that the server only has to sum up.
+    """
+
+    local: LocalWork
+    weight_decay: float
+
+    # The server
+
+    @abstractmethod
+    def start(self, weights: Tensors) -> ServerState:
+        """The server before the first round."""
+
+    def open(self, server: ServerState) -> ServerState:
+        """Begin a round: adapt what changes from round to round."""
+        return server
+
+    @abstractmethod
+    def broadcast(self, server: ServerState) -> Message:
+        """What every client of the round is told."""
+
+    @abstractmethod
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        r"""End a round.
+
+        Args:
+            server: as it was when the round was opened.
+            total: \(\sum_i \alpha_i\) times the update of client i, over those present.
+            present: \(\sum_i \alpha_i\) over those present, greater than zero.
+        """
+
+    def skip(self, server: ServerState) -> ServerState:
+        """End a round in which nobody was present: nothing moves."""
+        return replace(server, iteration=server.iteration + 1)
+
+    def admit(self, server: ServerState, before: float, after: float) -> ServerState:
+        r"""Make room for a client that joins late and raises \(n\) from `before` to `after`.
+
+        Its memory is zero, and the \(\alpha_i\) of all others shrink by `before / after`; so do
+        the sums that are weighted by them.
+        """
+        memory = {
+            name: {key: (before / after) * tensor for key, tensor in tensors.items()}
+            for name, tensors in server.memory.items()
+        }
+        return replace(server, memory=memory)
+
+    # A client
+
+    def remember(self, weights: Tensors) -> Fields:
+        """A client's memory before its first round."""
+        return {}
+
+    @abstractmethod
+    def begin(self, down: Message, memory: Fields) -> Fields:
+        """The variables of a local run; `"moved"`, how far it has gone from w, is one of them."""
+
+    @abstractmethod
+    def step(
+        self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
+    ) -> Fields:
+        """One local step with the gradient at `point`, w plus what was moved."""
+
+    @abstractmethod
+    def finish(
+        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
+    ) -> tuple[Message, Fields]:
+        """What goes to the server after `steps` local steps, and the new memory."""
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether `observe` is to be called before every local step; clients then run in turn."""
+        return False
+
+    def observe(self, loss: Tensor, outputs: Tensor) -> None:  # noqa: B027 (optional)
+        """Take the mean loss of the local step, with its graph."""
+
+    def decayed(self, grad: Tensors, point: Tensors) -> Tensors:
+        """The gradient with the L2 term."""
+        if self.weight_decay == 0:
+            return grad
+        return {name: g + self.weight_decay * point[name] for name, g in grad.items()}
+
+
+def zeros(like: Tensors) -> Tensors:
+    """Zeros of the same shapes."""
+    return {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+
+
+def add(total: Message | None, update: Message, alpha: float) -> Message:
+    """A running sum of updates, each weighted by its client's share."""
+    weighted: Message = tree_map(lambda value: alpha * value, update)
+    if total is None:
+        return weighted
+    summed: Message = tree_map(lambda a, b: a + b, total, weighted)
+    return summed

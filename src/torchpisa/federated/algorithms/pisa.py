@@ -1,0 +1,217 @@
+r"""PISA and SISA with clients: Algorithms 1 and 2, a batch being a client's data.
+
+A client keeps its dual and what its preconditioner remembers, and sends
+\(\delta_i = \sigma d_i\). The server keeps \(w\) and \(\Pi = \sum_i \alpha_i \pi_i\). A client that
+is absent stays in both sums with its dual, as the paper's consensus has it with \(w_i = w\); one
+that comes back goes on from the dual it has.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms import pisa
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.algorithms.sisa import Scheme
+from torchpisa.checks import check_range
+from torchpisa.federated.algorithms.base import (
+    Algorithm,
+    Fields,
+    Message,
+    ServerState,
+    Tensors,
+    zeros,
+)
+from torchpisa.federated.local_work import FullGradient, LocalWork
+from torchpisa.penalty import Gamma
+from torchpisa.preconditioners import Hessian, LocalProblem, Preconditioner, SecondMoment
+
+__all__ = ["PISA", "SISA"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalised(Algorithm):
+    r"""What PISA and SISA share; see there."""
+
+    sigma: float
+    rho: float
+    gamma: Gamma = 1.0
+    weight_decay: float = 0.0
+    consensus_decay: float = 0.0
+    local: LocalWork = field(default_factory=FullGradient)
+
+    def __post_init__(self) -> None:
+        check_range("sigma", self.sigma, 0, low_open=True, high_open=True)
+        check_range("rho", self.rho, 0, high_open=True)
+        if not callable(self.gamma):
+            check_range("gamma", self.gamma, 0, 1, low_open=True)
+        check_range("weight_decay", self.weight_decay, 0, high_open=True)
+        check_range("consensus_decay", self.consensus_decay, 0, high_open=True)
+
+    def solver(self) -> Preconditioner:
+        """What solves the local problem."""
+        raise NotImplementedError
+
+    # The server
+
+    def start(self, weights: Tensors) -> ServerState:
+        return ServerState(weights, {"dual": zeros(weights)}, {"sigma": self.sigma})
+
+    def open(self, server: ServerState) -> ServerState:
+        """Equation (2.12)."""
+        gamma = self.gamma(server.iteration) if callable(self.gamma) else self.gamma
+        check_range("gamma", gamma, 0, 1, low_open=True)
+        return replace(server, numbers={"sigma": server.numbers["sigma"] / gamma})
+
+    def broadcast(self, server: ServerState) -> Message:
+        return Message({"weights": server.weights}, {**server.numbers, "rho": self.rho})
+
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        """Equation (2.9): sigma is the same for all clients, and the alphas add up to one."""
+        weights, duals = {}, {}
+        for name, w in server.weights.items():
+            weights[name], duals[name] = pisa.consensus_of_deltas(
+                w,
+                server.memory["dual"][name],
+                total.tensors["delta"][name],
+                server.numbers["sigma"],
+                self.consensus_decay,
+            )
+        memory = {"dual": duals}
+        return replace(server, weights=weights, memory=memory, iteration=server.iteration + 1)
+
+    # A client
+
+    def remember(self, weights: Tensors) -> Fields:
+        solver = self.solver()
+        states = {name: solver.init(w) for name, w in weights.items()}
+        memory = {"dual": zeros(weights)}
+        for kind in {kind: None for state in states.values() for kind in state}:
+            memory[kind] = {name: state[kind] for name, state in states.items()}
+        if len(memory) > 1:
+            some = next(iter(weights.values()))
+            # In float64: 1 - beta^step loses half its digits in float32.
+            count = torch.zeros((), dtype=torch.float64, device=some.device)
+            memory["step"] = {"step": count}
+        return memory
+
+    def begin(self, down: Message, memory: Fields) -> Fields:
+        state = {kind: tensors for kind, tensors in memory.items() if kind != "dual"}
+        return {"moved": zeros(down.tensors["weights"]), **state}
+
+    def step(
+        self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
+    ) -> Fields:
+        r"""Equation (2.13). In the first local step \(w_i = w\) and \(d_i\) is the whole step; a
+        later one has the term \(\sigma (w_i - w)\) of the augmented Lagrangian too."""
+        solver = self.solver()
+        sigma, rho = down.numbers["sigma"], down.numbers["rho"]
+        count: Scalar = carry["step"]["step"] + 1 if "step" in carry else 1
+        grad = self.decayed(grad, point)
+        problems, states = [], []
+        for name, g in grad.items():
+            dual = memory["dual"][name]
+            residual = pisa.residual(dual, g) + sigma * carry["moved"][name]
+            problems.append(
+                LocalProblem(
+                    param=point[name],
+                    grad=g,
+                    dual=dual,
+                    residual=residual,
+                    sigma=sigma,
+                    rho=rho,
+                    weight_decay=self.weight_decay,
+                    step=count,
+                )
+            )
+            kinds = carry.keys() - {"moved", "step"}
+            states.append({kind: carry[kind][name] for kind in kinds})
+        solved = dict(zip(grad, solver.solve_all(problems, states), strict=True))
+        new = {"moved": {name: carry["moved"][name] + d for name, (d, _) in solved.items()}}
+        for kind in carry.keys() - {"moved", "step"}:
+            new[kind] = {name: state[kind] for name, (_, state) in solved.items()}
+        if "step" in carry:
+            new["step"] = {"step": cast(Tensor, count)}
+        return {kind: new[kind] for kind in carry}
+
+    def finish(
+        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
+    ) -> tuple[Message, Fields]:
+        """Equation (2.14)."""
+        duals, deltas = {}, {}
+        for name, d in carry["moved"].items():
+            local = pisa.local_step(memory["dual"][name], d, down.numbers["sigma"])
+            duals[name], deltas[name] = local.dual, local.delta
+        state = {kind: tensors for kind, tensors in carry.items() if kind != "moved"}
+        return Message({"delta": deltas}, {}), {"dual": duals, **state}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PISA(Penalised):
+    r"""Preconditioned Inexact Stochastic ADMM (Algorithm 1) with any preconditioner.
+
+    Args:
+        preconditioner: \(Q_i\), one for all parameters. One that needs the loss (`Hessian`) sees
+            it, and clients then run in turn.
+        sigma: \(\sigma^0 > 0\), the penalty, the same for all clients.
+        rho: \(\rho \ge 0\), the weight of the preconditioner.
+        gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
+        weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
+        consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
+        local: what a client does in a round; one full local gradient by default. Several local
+            steps are our extension: they go on minimising the client's augmented Lagrangian,
+            from \(w_i\) instead of \(w\), before the dual is updated once. The fixed points stay.
+    """
+
+    preconditioner: Preconditioner
+
+    def solver(self) -> Preconditioner:
+        return self.preconditioner
+
+    @property
+    def needs_loss(self) -> bool:
+        return isinstance(self.preconditioner, Hessian)
+
+    def observe(self, loss: Tensor, outputs: Tensor) -> None:
+        if isinstance(self.preconditioner, Hessian):
+            self.preconditioner.observe(loss, outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SISA(Penalised):
+    r"""Second moment-based Inexact Stochastic ADMM (Algorithm 2).
+
+    PISA with \(Q_i = \mathrm{Diag}(\sqrt{m_i})\), \(m_i\) being the second moment of
+    \(\pi_i + g_i\).
+
+    Args:
+        sigma: \(\sigma^0 > 0\), the penalty: 1/sigma is the step that a constant gradient ends up
+            with. Too small a value diverges, too large a one is slow.
+        rho: \(\rho \ge 0\), the weight of the second moment.
+        gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
+        weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
+        consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
+        local: what a client does in a round; one full local gradient by default. Several local
+            steps are our extension, see `PISA`.
+        scheme: `"adagrad"`, `"rmsprop"` or `"adam"`: Schemes I, II and III of equation (4.4).
+        beta: \(\beta_i\) of Schemes II and III.
+        eta: \(\eta_i\), cap of \(\sqrt{m_i}\), equation (4.3).
+        eps: added to \(\sqrt{m_i}\); 0 in the paper.
+    """
+
+    sigma: float = 5.0
+    rho: float = 1.0
+    scheme: Scheme = "adam"
+    beta: float = 0.999
+    eta: float = math.inf
+    eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.solver()  # checks the rest
+
+    def solver(self) -> SecondMoment:
+        return SecondMoment(self.scheme, self.beta, self.eta, self.eps)

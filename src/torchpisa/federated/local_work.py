@@ -1,0 +1,112 @@
+"""What a client does with its data in one round: which samples each of its local steps sees."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchpisa.checks import check_count
+from torchpisa.data import permutation
+
+__all__ = ["Epochs", "FullGradient", "LocalWork", "Minibatches"]
+
+Key = tuple[int, str]
+"""Seed and name of the client: what its shuffles depend on, besides the round."""
+
+
+class LocalWork(Protocol):
+    """The local steps of a round, each with the samples that its gradient is averaged over."""
+
+    @property
+    def chunk(self) -> int:
+        """Samples that are in memory at once; a larger gradient is accumulated."""
+        ...
+
+    def plan(self, samples: int, key: Key, iteration: int) -> list[Tensor]:
+        """Indices of the samples for each local step of round `iteration`, which counts from 0.
+
+        A pure function of its arguments: a round that is repeated repeats exactly, and nothing
+        needs saving.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FullGradient:
+    """The gradient of all the client's data, in every local step.
+
+    Args:
+        steps: local steps per round; 1 in the paper.
+        chunk: samples in memory at once. It changes rounding, nothing else.
+    """
+
+    steps: int = 1
+    chunk: int = 8192
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_count("chunk", self.chunk)
+
+    def plan(self, samples: int, key: Key, iteration: int) -> list[Tensor]:
+        return [torch.arange(samples, device="cpu")] * self.steps
+
+
+@dataclass(frozen=True)
+class Minibatches:
+    """A few mini-batches per round, which go on through shuffled passes over the data.
+
+    Every mini-batch is full: one that reaches the end of a pass is filled from the next, and a
+    client with fewer samples than `batch_size` uses all of them.
+
+    Args:
+        steps: local steps per round; 1 is the stochastic algorithm as the paper prints it.
+        batch_size: samples in each.
+        chunk: samples in memory at once.
+    """
+
+    steps: int = 1
+    batch_size: int = 64
+    chunk: int = 8192
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_count("batch_size", self.batch_size)
+        check_count("chunk", self.chunk)
+
+    def plan(self, samples: int, key: Key, iteration: int) -> list[Tensor]:
+        size = min(self.batch_size, samples)
+        first = iteration * self.steps * size
+        start, stop = first // samples, -(-(first + self.steps * size) // samples)
+        order = torch.cat([_pass(samples, key, number) for number in range(start, stop)])
+        offset = first - start * samples
+        return list(torch.split(order[offset : offset + self.steps * size], size))
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Whole shuffled passes over the data in mini-batches, the last of which may be smaller.
+
+    Args:
+        epochs: passes per round.
+        batch_size: samples in a mini-batch.
+        chunk: samples in memory at once.
+    """
+
+    epochs: int = 1
+    batch_size: int = 64
+    chunk: int = 8192
+
+    def __post_init__(self) -> None:
+        check_count("epochs", self.epochs)
+        check_count("batch_size", self.batch_size)
+        check_count("chunk", self.chunk)
+
+    def plan(self, samples: int, key: Key, iteration: int) -> list[Tensor]:
+        first = iteration * self.epochs
+        passes = [_pass(samples, key, first + number) for number in range(self.epochs)]
+        return [batch for order in passes for batch in torch.split(order, self.batch_size)]
+
+
+def _pass(samples: int, key: Key, number: int) -> Tensor:
+    return permutation(samples, "client", *key, number)

@@ -1,0 +1,317 @@
+"""All clients in one process, for research: no network, no overhead."""
+
+import copy
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchpisa.checks import check_count, check_range
+from torchpisa.data import permutation
+from torchpisa.federated.algorithms.base import Algorithm, ServerState
+from torchpisa.federated.in_turn import InTurn
+from torchpisa.federated.objective import Data, Loss, Objective, cross_entropy, size
+from torchpisa.federated.progress import progress_bar
+from torchpisa.federated.together import Together, obstacle
+
+__all__ = ["Counts", "Row", "Simulation"]
+
+Row = dict[str, float]
+"""What is logged at one moment, by name."""
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a run has cost so far, all clients together.
+
+    Attributes:
+        gradients: local gradients evaluated, of a mini-batch or of all data of a client.
+        samples: gradients of single samples evaluated.
+        bytes_up: tensors sent by clients.
+        bytes_down: tensors sent to clients.
+    """
+
+    gradients: int = 0
+    samples: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Simulation:
+    r"""Federated learning in one process.
+
+    Args:
+        model: the network. A copy is trained; `simulation.model` holds the global weights.
+        clients: the data of each client: `(inputs, targets)`, or a map-style dataset of such pairs.
+        algorithm: one of `torchpisa.federated`.
+        loss: from outputs and targets to one loss per sample.
+        participation: the share of the clients that is drawn for every round, at least one; or a
+            function of the round, from 0, that returns the numbers of those present.
+        seed: decides how clients shuffle their data and who takes part.
+        device: where the model and, if clients run at once, all data are kept; that of the model
+            by default.
+        batched: run clients at once under `torch.vmap`, True for all of them or a number for so
+            many; False for one after the other. By default at once if the model and the data allow
+            it. Both give the same result up to rounding.
+
+    Attributes:
+        model: the network with the global weights.
+        server: what the server keeps.
+        counts: what the run has cost.
+        batched: how many clients run at once.
+        why_in_turn: why clients run one after the other, if they do and were not told to.
+
+    Examples:
+        >>> from torchpisa.federated import SISA, Simulation
+        >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
+        >>> clients = [(x[y == label], y[y == label]) for label in (0, 1)]
+        >>> simulation = Simulation(nn.Linear(3, 2), clients, SISA(sigma=5.0, rho=1.0))
+        >>> rows = simulation.run(3, progress=False)
+        >>> rows[-1]["round"], rows[-1]["gradients"], rows[-1]["samples"]
+        (3, 6, 120)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clients: Sequence[Data],
+        algorithm: Algorithm,
+        *,
+        loss: Loss = cross_entropy,
+        participation: float | Callable[[int], Sequence[int]] = 1.0,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        batched: bool | int | None = None,
+    ) -> None:
+        if not clients:
+            raise ValueError("clients must hold the data of at least one client, got none")
+        if not callable(participation):
+            check_range("participation", participation, 0, 1, low_open=True)
+        check_count("seed", seed, 0)
+        if batched is not None and not isinstance(batched, bool):
+            check_count("batched", batched)
+        self.algorithm = algorithm
+        self.model = copy.deepcopy(model).to(device)
+        self.counts = Counts()
+        self._seed = seed
+        self._participation = participation
+        self._sizes = [size(data) for data in clients]
+        samples = sum(self._sizes)
+        self._alphas = torch.tensor([n / samples for n in self._sizes], dtype=torch.float64)
+        weights = {name: w.detach().clone() for name, w in self.model.named_parameters()}
+        if not weights:
+            raise ValueError("model must have parameters, got none")
+        self.server: ServerState = algorithm.start(weights)
+        objective = Objective(self.model, loss)
+        self.why_in_turn = self._obstacle(batched, objective, clients)
+        shared = (weights, seed, self._alphas)
+        self._clients: Together | InTurn
+        if batched is False or self.why_in_turn is not None:
+            self.batched = 1
+            self._clients = InTurn(algorithm, objective, clients, *shared)
+        else:
+            self.batched = min(batched if batched not in (None, True) else 2**63, len(clients))
+            tensors = cast(Sequence[tuple[Tensor, Tensor]], clients)
+            self._clients = Together(algorithm, objective, tensors, *shared, self.batched)
+
+    def _obstacle(
+        self, batched: bool | int | None, objective: Objective, clients: Sequence[Data]
+    ) -> str | None:
+        if batched is False:
+            return None
+        reason = obstacle(self.algorithm, objective, clients)
+        if reason is not None and batched is not None:
+            raise ValueError(f"batched={batched!r} is not possible: {reason}")
+        return reason
+
+    @property
+    def iteration(self) -> int:
+        """Rounds done."""
+        return self.server.iteration
+
+    def present(self, iteration: int) -> list[int]:
+        """The clients that take part in a round, which counts from 0."""
+        m = len(self._sizes)
+        if callable(self._participation):
+            chosen = sorted(set(self._participation(iteration)))
+            if any(not 0 <= client < m for client in chosen):
+                raise ValueError(
+                    f"participation must return clients from 0 to {m - 1}, got {chosen}"
+                )
+            return chosen
+        count = max(1, round(self._participation * m))
+        if count == m:
+            return list(range(m))
+        order = permutation(m, "participation", self._seed, iteration)
+        return sorted(order[:count].tolist())
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """One round of everybody who takes part in it."""
+        server = self.algorithm.open(self.server)
+        present = self.present(server.iteration)
+        if present:
+            down = self.algorithm.broadcast(server)
+            with torch.enable_grad():
+                total, sent, work = self._clients.round(down, present, server.iteration)
+            share = float(self._alphas[present].sum())
+            self.server = self.algorithm.close(server, total, share)
+            self.counts.gradients += work.gradients
+            self.counts.samples += work.samples
+            self.counts.bytes_up += sent
+            self.counts.bytes_down += down.bytes * len(present)
+        else:
+            self.server = self.algorithm.skip(server)
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.server.weights[name])
+
+    def run(
+        self,
+        rounds: int,
+        *,
+        evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+        every: int = 1,
+        log: str | os.PathLike[str] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        progress: bool = True,
+    ) -> list[Row]:
+        """Go on until `rounds` rounds are done, counted from the very first.
+
+        Args:
+            rounds: rounds in all.
+            evaluate: measures the model, such as `accuracy(inputs, targets)`; what it returns goes
+                into the rows.
+            every: evaluate and log after every so many rounds, before the first and after the last.
+            log: a file that gets every row as a line of JSON.
+            checkpoint: a file that the run is saved to whenever a row is logged. If it exists, the
+                run goes on from there.
+            progress: show a bar on the terminal.
+
+        Returns:
+            The rows, those from before an interruption included: `round`, what `evaluate` returns,
+            what the run has cost so far (see `Counts`) and `seconds`.
+
+        Raises:
+            FloatingPointError: the weights are no longer finite.
+        """
+        check_count("rounds", rounds, 0)
+        check_count("every", every)
+        history = History(log, checkpoint)
+        saved = history.resume()
+        if saved is not None:
+            self.load_state_dict(saved)
+        start = time.perf_counter() - (history.rows[-1]["seconds"] if history.rows else 0.0)
+
+        def record() -> Row:
+            row: Row = {"round": self.iteration, **self._measure(evaluate)}
+            row |= {**dataclasses.asdict(self.counts), "seconds": time.perf_counter() - start}
+            history.add(row, self.state_dict)
+            return row
+
+        with progress_bar(rounds, self.iteration, progress) as show:
+            if not history.rows:
+                show(record())
+            while self.iteration < rounds:
+                self.round()
+                if self.iteration % every == 0 or self.iteration == rounds:
+                    show(record())
+        return history.rows
+
+    def _measure(
+        self, evaluate: Callable[[nn.Module], dict[str, float]] | None
+    ) -> dict[str, float]:
+        finite = torch.stack([w.isfinite().all() for w in self.server.weights.values()]).all()
+        if not finite:
+            raise FloatingPointError(
+                f"the weights are not finite after round {self.iteration}: a larger sigma or a "
+                "smaller lr keeps them from growing"
+            )
+        if evaluate is None:
+            return {}
+        self.model.eval()
+        return evaluate(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on: the server, the clients' memory, and the counts."""
+        return {
+            "setting": self._setting(),
+            "server": dataclasses.asdict(self.server),
+            "clients": self._clients.memory,
+            "counts": dataclasses.asdict(self.counts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of a simulation with the same arguments."""
+        for name, here in self._setting().items():
+            saved = state["setting"].get(name)
+            if saved != here:
+                raise ValueError(f"{name} must be that of the saved run, {saved}, got {here}")
+        device = next(self.model.parameters()).device
+        moved = _to(state, device)
+        self.server = ServerState(**moved["server"])
+        self._clients.memory = moved["clients"]
+        self.counts = Counts(**state["counts"])
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.server.weights[name])
+
+    def _setting(self) -> dict[str, Any]:
+        return {
+            "algorithm": repr(self.algorithm),
+            "sizes": self._sizes,
+            "seed": self._seed,
+            "together": isinstance(self._clients, Together),
+        }
+
+
+class History:
+    """The rows of a run, in memory and, if asked for, in a file; and its checkpoint."""
+
+    def __init__(
+        self,
+        log: str | os.PathLike[str] | None,
+        checkpoint: str | os.PathLike[str] | None,
+    ) -> None:
+        self.rows: list[Row] = []
+        self._log = None if log is None else Path(log)
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+
+    def resume(self) -> dict[str, Any] | None:
+        """The saved state, if there is one; the log then ends where it was saved."""
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+        if self._checkpoint is None or not self._checkpoint.exists():
+            if self._log is not None:
+                self._log.write_text("", encoding="utf-8")
+            return None
+        saved: dict[str, Any] = torch.load(self._checkpoint, weights_only=True)
+        self.rows = saved["rows"]
+        if self._log is not None:
+            lines = (json.dumps(row) + "\n" for row in self.rows)
+            self._log.write_text("".join(lines), encoding="utf-8")
+        return cast(dict[str, Any], saved["state"])
+
+    def add(self, row: Row, state: Callable[[], dict[str, Any]]) -> None:
+        self.rows.append(row)
+        if self._log is not None:
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        if self._checkpoint is not None:
+            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            new = self._checkpoint.with_name(self._checkpoint.name + ".new")
+            torch.save({"state": state(), "rows": self.rows}, new)
+            new.replace(self._checkpoint)  # at once: an interruption leaves the old one
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to(entry, device) for key, entry in value.items()}
+    return [_to(entry, device) for entry in value] if isinstance(value, list) else value

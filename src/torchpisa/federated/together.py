@@ -1,0 +1,217 @@
+"""Rounds of many clients at once: `torch.vmap` over the functions that one client runs."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors
+from torchpisa.federated.client import Work
+from torchpisa.federated.local_work import Key
+from torchpisa.federated.objective import Data, Objective
+from torchpisa.federated.replay import Replay
+
+__all__ = ["Together", "obstacle"]
+
+
+def obstacle(algorithm: Algorithm, objective: Objective, data: Sequence[Data]) -> str | None:
+    """Why these clients cannot run at once, or None."""
+    if algorithm.needs_loss:
+        return "the preconditioner needs the loss of each client"
+    if not all(isinstance(own, tuple) for own in data):
+        return "the data are not tensors"
+    tensors = cast(Sequence[tuple[Tensor, Tensor]], data)
+    for column in zip(*tensors, strict=True):
+        if len({(t.shape[1:], t.dtype) for t in column}) > 1:
+            return "the clients' samples differ in shape or dtype"
+    weights = {name: w.detach() for name, w in objective.model.named_parameters()}
+    device = next(iter(weights.values())).device
+    x, y = (torch.cat([t[:1], t[-1:]]).to(device) for t in tensors[0])
+    mask = torch.ones(2, len(y), device=device)
+    objective.model.train()
+    with torch.no_grad():
+        pair, single = objective.losses(weights, x, y), objective.losses(weights, x[:1], y[:1])
+    # Batches are padded, so a sample must not feel its neighbours; nor may a model be random.
+    if not torch.allclose(pair[:1], single, rtol=1e-3, atol=1e-5):
+        return "the loss of a sample depends on the others or on chance"
+    try:
+        torch.vmap(lambda m: _summed_gradient(objective, weights, x, y, m))(mask)
+    except RuntimeError as error:  # what torch.vmap raises for what it does not know
+        return f"torch.vmap cannot run the model ({error})"
+    return None
+
+
+class Together:
+    """Memory and data of all clients, stacked.
+
+    Args:
+        algorithm: the algorithm.
+        objective: the model and the loss.
+        data: inputs and targets of each client.
+        weights: the initial weights.
+        seed: decides the shuffles.
+        alphas: the clients' shares.
+        at_once: how many clients run at once, at most.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        objective: Objective,
+        data: Sequence[tuple[Tensor, Tensor]],
+        weights: Tensors,
+        seed: int,
+        alphas: Tensor,
+        at_once: int,
+    ) -> None:
+        self._algorithm = algorithm
+        self._objective = objective
+        self._device = next(iter(weights.values())).device
+        self._sizes = [len(targets) for _, targets in data]
+        self._offsets = torch.tensor([0, *self._sizes], device="cpu").cumsum(0)
+        self._inputs, self._targets = (
+            torch.cat([tensor.to(self._device) for tensor in column])
+            for column in zip(*data, strict=True)
+        )
+        self._keys: list[Key] = [(seed, str(client)) for client in range(len(data))]
+        self._alphas = alphas.to(self._device)
+        self._at_once = at_once
+        memory = algorithm.remember(weights)
+        self.memory: Fields = tree_map(lambda t: t.expand(len(data), *t.shape).clone(), memory)
+        self._vmapped: dict[str, Any] = {
+            "begin": torch.vmap(self._begin, in_dims=(None, 0, 0)),
+            "first": Replay(torch.vmap(self._first, in_dims=(None, 0, 0, 0, 0, 0))),
+            "later": Replay(torch.vmap(self._later, in_dims=(None, 0, 0, 0, 0, 0))),
+            "gradient": Replay(torch.vmap(self._gradient, in_dims=(None, 0, 0, 0, 0))),
+            "apply": Replay(torch.vmap(self._apply, in_dims=(None, 0, 0, 0, 0))),
+            "finish": torch.vmap(algorithm.finish, in_dims=(None, 0, 0, 0)),
+        }
+
+    def round(
+        self, down: Message, present: Sequence[int], iteration: int
+    ) -> tuple[Message, int, Work]:
+        """The weighted sum of the updates of those present, its bytes on the wire, and the work."""
+        self._objective.model.train()
+        numbers = {
+            name: torch.tensor(value, dtype=torch.float64, device=self._device)
+            for name, value in down.numbers.items()
+        }
+        down = Message(down.tensors, numbers)
+        total: Message | None = None
+        sent, gradients, samples = 0, 0, 0
+        for start in range(0, len(present), self._at_once):
+            group = torch.tensor(present[start : start + self._at_once], device="cpu")
+            index, mask, steps = self._plan(group.tolist(), iteration)
+            gradients += int(steps.sum())
+            samples += int(mask.sum())
+            update = self._run(down, group, index, mask, steps)
+            sent += update.bytes
+            summed = self._weigh(update, self._alphas[group.to(self._device)])
+            total = summed if total is None else tree_map(torch.add, total, summed)
+        assert total is not None
+        return total, sent, Work(gradients, samples)
+
+    def _plan(self, clients: Sequence[int], iteration: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples of each step and client, padded, which of them count, and steps per client."""
+        local = self._algorithm.local
+        plans = [local.plan(self._sizes[c], self._keys[c], iteration) for c in clients]
+        steps = torch.tensor([len(plan) for plan in plans], device="cpu")
+        width = max(len(batch) for plan in plans for batch in plan)
+        shape = (int(steps.max()), len(clients), width)
+        index = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        mask = torch.zeros(shape, device="cpu")
+        for column, (client, plan) in enumerate(zip(clients, plans, strict=True)):
+            lengths = torch.tensor([len(batch) for batch in plan], device="cpu")
+            own = torch.arange(width, device="cpu") < lengths[:, None]
+            mask[: len(plan), column] = own.to(mask.dtype)
+            index[: len(plan), column][own] = torch.cat(plan) + self._offsets[client]
+        return index, mask, steps
+
+    def _run(
+        self, down: Message, group: Tensor, index: Tensor, mask: Tensor, steps: Tensor
+    ) -> Message:
+        who = group.to(self._device)
+        memory: Fields = tree_map(lambda t: t[who], self.memory)
+        index, mask = index.to(self._device), mask.to(self._device)
+        carry = self._vmapped["begin"](down, memory, who)
+        width = max(1, self._algorithm.local.chunk // len(group))
+        for step, (own, counted) in enumerate(zip(index, mask, strict=True)):
+            if own.shape[1] <= width:
+                name = "first" if step == 0 else "later"
+                batch = self._inputs[own], self._targets[own], counted
+                carry = self._vmapped[name](down, memory, carry, *batch)
+            else:
+                carry = self._accumulate(down, memory, carry, own, counted, width)
+        carry = Replay.keep(carry)
+        finished = self._vmapped["finish"](down, memory, carry, steps.double().to(self._device))
+        update, memory = cast(tuple[Message, Fields], finished)
+        for kind, tensors in memory.items():
+            for name, tensor in tensors.items():
+                self.memory[kind][name][who] = tensor
+        return update
+
+    def _accumulate(
+        self, down: Message, memory: Fields, carry: Fields, own: Tensor, counted: Tensor, width: int
+    ) -> Fields:
+        carry = Replay.keep(carry)
+        total: Tensors = {}
+        parts = zip(torch.split(own, width, 1), torch.split(counted, width, 1), strict=True)
+        for part, weight in parts:
+            batch = self._inputs[part], self._targets[part], weight
+            grad = self._vmapped["gradient"](down, carry["moved"], *batch)
+            total = {k: total[k] + g for k, g in grad.items()} if total else Replay.keep(grad)
+        return cast(Fields, self._vmapped["apply"](down, memory, carry, total, counted.sum(1)))
+
+    # Functions of one client, which are mapped over all. `mask` has ones where samples count.
+
+    def _begin(self, down: Message, memory: Fields, who: Tensor) -> Fields:
+        return self._algorithm.begin(down, memory)
+
+    def _first(
+        self, down: Message, memory: Fields, carry: Fields, x: Tensor, y: Tensor, mask: Tensor
+    ) -> Fields:
+        """All clients are still at w: one set of weights for all is faster than one for each."""
+        grad = _summed_gradient(self._objective, down.tensors["weights"], x, y, mask)
+        return self._apply(down, memory, carry, grad, mask.sum())
+
+    def _later(
+        self, down: Message, memory: Fields, carry: Fields, x: Tensor, y: Tensor, mask: Tensor
+    ) -> Fields:
+        grad = self._gradient(down, carry["moved"], x, y, mask)
+        return self._apply(down, memory, carry, grad, mask.sum())
+
+    def _gradient(
+        self, down: Message, moved: Tensors, x: Tensor, y: Tensor, mask: Tensor
+    ) -> Tensors:
+        return _summed_gradient(self._objective, _point(down, moved), x, y, mask)
+
+    def _apply(
+        self, down: Message, memory: Fields, carry: Fields, grad: Tensors, count: Tensor
+    ) -> Fields:
+        mean = {name: g / count.clamp(min=1) for name, g in grad.items()}
+        point = _point(down, carry["moved"])
+        new = self._algorithm.step(down, memory, carry, mean, point)
+        # A client that is through with its data waits for the others.
+        return cast(Fields, tree_map(lambda a, b: torch.where(count > 0, a, b), new, carry))
+
+    @staticmethod
+    def _weigh(update: Message, alphas: Tensor) -> Message:
+        return cast(
+            Message,
+            tree_map(lambda t: torch.tensordot(alphas.to(t.dtype), t, dims=1), update),
+        )
+
+
+def _point(down: Message, moved: Tensors) -> Tensors:
+    return {name: w + moved[name] for name, w in down.tensors["weights"].items()}
+
+
+def _summed_gradient(
+    objective: Objective, point: Tensors, x: Tensor, y: Tensor, mask: Tensor
+) -> Tensors:
+    def total(weights: Tensors) -> Tensor:
+        return (objective.losses(weights, x, y) * mask).sum()
+
+    return cast(Tensors, torch.func.grad(total)(point))
