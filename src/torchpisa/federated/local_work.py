@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchpisa.checks import check_count
+from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
 
 __all__ = ["Epochs", "FullGradient", "LocalWork", "Minibatches"]
@@ -76,37 +76,37 @@ class Minibatches:
 
     def plan(self, samples: int, key: Key, iteration: int) -> list[Tensor]:
         size = min(self.batch_size, samples)
-        first = iteration * self.steps * size
-        start, stop = first // samples, -(-(first + self.steps * size) // samples)
-        order = torch.cat([_pass(samples, key, number) for number in range(start, stop)])
-        offset = first - start * samples
-        return list(torch.split(order[offset : offset + self.steps * size], size))
+        return _continued(samples, key, iteration, self.steps * size, size)
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """Whole shuffled passes over the data in mini-batches, the last of which may be smaller.
+    """Shuffled passes over the data in mini-batches: clients with more data take more steps.
 
     Args:
-        epochs: passes per round.
-        batch_size: samples in a mini-batch.
+        epochs: passes per round. Of a fraction, the next round goes on where the last one ended.
+        batch_size: samples in a mini-batch; the last one of a round may be smaller.
         chunk: samples in memory at once.
     """
 
-    epochs: int = 1
+    epochs: float = 1
     batch_size: int = 64
     chunk: int = 8192
 
     def __post_init__(self) -> None:
-        check_count("epochs", self.epochs)
+        check_range("epochs", self.epochs, 0, low_open=True, high_open=True)
         check_count("batch_size", self.batch_size)
         check_count("chunk", self.chunk)
 
     def plan(self, samples: int, key: Key, iteration: int) -> list[Tensor]:
-        first = iteration * self.epochs
-        passes = [_pass(samples, key, first + number) for number in range(self.epochs)]
-        return [batch for order in passes for batch in torch.split(order, self.batch_size)]
+        wanted = max(1, round(self.epochs * samples))
+        return _continued(samples, key, iteration, wanted, self.batch_size)
 
 
-def _pass(samples: int, key: Key, number: int) -> Tensor:
-    return permutation(samples, "client", *key, number)
+def _continued(samples: int, key: Key, iteration: int, wanted: int, size: int) -> list[Tensor]:
+    """Mini-batches of the `wanted` samples of a round, from an endless row of shuffled passes."""
+    first = iteration * wanted
+    start, stop = first // samples, -(-(first + wanted) // samples)
+    passes = [permutation(samples, "client", *key, number) for number in range(start, stop)]
+    offset = first - start * samples
+    return list(torch.split(torch.cat(passes)[offset : offset + wanted], size))

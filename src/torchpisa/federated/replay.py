@@ -18,8 +18,10 @@ class Replay:
     runs the function.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], pool: Any = None) -> None:
+        """`pool` is memory shared with other functions, which are then never to run at once."""
         self._function = function
+        self._pool = pool
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Any]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -47,7 +49,7 @@ class Replay:
                 self._function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             outputs = self._function(*arguments)
         return graph, inputs, outputs
 

@@ -1,7 +1,7 @@
 """Rounds of many clients at once: `torch.vmap` over the functions that one client runs."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_map
 
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors
 from torchpisa.federated.client import Work
-from torchpisa.federated.local_work import Key
+from torchpisa.federated.lanes import Lanes, worthwhile
+from torchpisa.federated.local_work import FullGradient, Key
 from torchpisa.federated.objective import Data, Objective
 from torchpisa.federated.replay import Replay
 
@@ -41,6 +42,24 @@ def obstacle(algorithm: Algorithm, objective: Objective, data: Sequence[Data]) -
     except RuntimeError as error:  # what torch.vmap raises for what it does not know
         return f"torch.vmap cannot run the model ({error})"
     return None
+
+
+class Plan(NamedTuple):
+    """Who takes which samples in a round.
+
+    Attributes:
+        who: the clients.
+        index: samples of each step and client, padded to one number.
+        mask: one where a sample counts, zero where it is padding.
+        steps: local steps of each client.
+        work: what it costs.
+    """
+
+    who: Tensor
+    index: Tensor
+    mask: Tensor
+    steps: Tensor
+    work: Work
 
 
 class Together:
@@ -75,9 +94,15 @@ class Together:
             torch.cat([tensor.to(self._device) for tensor in column])
             for column in zip(*data, strict=True)
         )
+        self._fixed: tuple[list[int], Plan] | None = None
         self._keys: list[Key] = [(seed, str(client)) for client in range(len(data))]
         self._alphas = alphas.to(self._device)
         self._at_once = at_once
+        self._lanes: Lanes | None = None
+        if isinstance(algorithm.local, FullGradient) and worthwhile(self._device, self._sizes):
+            columns = (torch.split(t, self._sizes) for t in (self._inputs, self._targets))
+            pairs = list(zip(*columns, strict=True))
+            self._lanes = Lanes(objective, pairs, algorithm.local.chunk)
         memory = algorithm.remember(weights)
         self.memory: Fields = tree_map(lambda t: t.expand(len(data), *t.shape).clone(), memory)
         self._vmapped: dict[str, Any] = {
@@ -102,19 +127,26 @@ class Together:
         total: Message | None = None
         sent, gradients, samples = 0, 0, 0
         for start in range(0, len(present), self._at_once):
-            group = torch.tensor(present[start : start + self._at_once], device="cpu")
-            index, mask, steps = self._plan(group.tolist(), iteration)
-            gradients += int(steps.sum())
-            samples += int(mask.sum())
-            update = self._run(down, group, index, mask, steps)
+            group = list(present[start : start + self._at_once])
+            plan = self._plan(group, iteration)
+            gradients += plan.work.gradients
+            samples += plan.work.samples
+            update = self._run(down, group, plan)
             sent += update.bytes
-            summed = self._weigh(update, self._alphas[group.to(self._device)])
+            summed = self._weigh(update, self._alphas[plan.who])
             total = summed if total is None else tree_map(torch.add, total, summed)
         assert total is not None
         return total, sent, Work(gradients, samples)
 
-    def _plan(self, clients: Sequence[int], iteration: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples of each step and client, padded, which of them count, and steps per client."""
+    def _plan(self, clients: list[int], iteration: int) -> Plan:
+        """The plan of a round; that of full gradients stays while the clients do."""
+        if not isinstance(self._algorithm.local, FullGradient):
+            return self._padded(clients, iteration)
+        if self._fixed is None or self._fixed[0] != clients:
+            self._fixed = clients, self._padded(clients, iteration)
+        return self._fixed[1]
+
+    def _padded(self, clients: list[int], iteration: int) -> Plan:
         local = self._algorithm.local
         plans = [local.plan(self._sizes[c], self._keys[c], iteration) for c in clients]
         steps = torch.tensor([len(plan) for plan in plans], device="cpu")
@@ -127,25 +159,27 @@ class Together:
             own = torch.arange(width, device="cpu") < lengths[:, None]
             mask[: len(plan), column] = own.to(mask.dtype)
             index[: len(plan), column][own] = torch.cat(plan) + self._offsets[client]
-        return index, mask, steps
+        work = Work(int(steps.sum()), sum(len(batch) for plan in plans for batch in plan))
+        who = torch.tensor(clients, device="cpu")
+        return Plan(*(t.to(self._device) for t in (who, index, mask, steps.double())), work)
 
-    def _run(
-        self, down: Message, group: Tensor, index: Tensor, mask: Tensor, steps: Tensor
-    ) -> Message:
-        who = group.to(self._device)
+    def _run(self, down: Message, clients: list[int], plan: Plan) -> Message:
+        who = plan.who
         memory: Fields = tree_map(lambda t: t[who], self.memory)
-        index, mask = index.to(self._device), mask.to(self._device)
         carry = self._vmapped["begin"](down, memory, who)
-        width = max(1, self._algorithm.local.chunk // len(group))
-        for step, (own, counted) in enumerate(zip(index, mask, strict=True)):
-            if own.shape[1] <= width:
+        width = max(1, self._algorithm.local.chunk // len(clients))
+        for step, (own, counted) in enumerate(zip(plan.index, plan.mask, strict=True)):
+            if step == 0 and self._lanes is not None:
+                grad = self._lanes.gradients(down.tensors["weights"], clients)
+                carry = self._vmapped["apply"](down, memory, carry, grad, torch.ones_like(who))
+            elif own.shape[1] <= width:
                 name = "first" if step == 0 else "later"
                 batch = self._inputs[own], self._targets[own], counted
                 carry = self._vmapped[name](down, memory, carry, *batch)
             else:
                 carry = self._accumulate(down, memory, carry, own, counted, width)
         carry = Replay.keep(carry)
-        finished = self._vmapped["finish"](down, memory, carry, steps.double().to(self._device))
+        finished = self._vmapped["finish"](down, memory, carry, plan.steps)
         update, memory = cast(tuple[Message, Fields], finished)
         for kind, tensors in memory.items():
             for name, tensor in tensors.items():

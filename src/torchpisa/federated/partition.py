@@ -1,0 +1,392 @@
+r"""Who holds what: samples spread over the clients of federated learning.
+
+Every function here divides all samples among `clients` and returns `torchpisa.data.Parts`: the
+indices of each client's samples, and with `Parts.weights` the shares \(\alpha_i\). The kinds of
+skew and their names are those of NIID-Bench (Li et al., Federated Learning on Non-IID Data Silos,
+2022):
+
+- none: `iid`;
+- labels: `by_label`, a fixed number of labels per client, and `dirichlet`, unequal shares of every
+  label;
+- amounts: `by_quantity`, unequal sizes of the same mixture;
+- features: any of these, and `add_noise` with the `noise_levels` of the clients.
+
+The same seed gives the same parts.
+"""
+
+import math
+import random
+import reprlib
+from collections.abc import Sequence, Sized
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchpisa.checks import check_count, check_range
+from torchpisa.data import Parts, hashed, length, permutation, split
+
+__all__ = [
+    "add_noise",
+    "by_label",
+    "by_quantity",
+    "dirichlet",
+    "iid",
+    "label_counts",
+    "noise_levels",
+]
+
+# How many Dirichlet shares are drawn before giving up: some seconds. A small alpha with a large
+# `smallest` may well take hundreds of draws, so stopping early would refuse what is possible.
+SHARES = 1_000_000
+
+
+def iid(data: Dataset[Any] | Sized | int, clients: int, *, seed: int = 0) -> Parts:
+    """Deal all samples out at random in equal numbers: `torchpisa.data.split`.
+
+    Args:
+        data: anything with a length, or that length.
+        clients: how many.
+        seed: decides who gets which.
+
+    Examples:
+        >>> iid(10, clients=3)
+        Parts(sizes=(4, 3, 3))
+    """
+    _check_clients(clients, length(data), 1)
+    return split(data, clients, seed=seed)
+
+
+def by_label(
+    labels: Tensor | Sequence[int], clients: int, labels_per_client: int, *, seed: int = 0
+) -> Parts:
+    r"""Give every client samples of exactly \(s\) labels.
+
+    Client \(i\) holds label \(i\) mod \(C\) of the \(C\) labels in ascending order, and \(s - 1\)
+    others at random. Of \(m\) clients, \(\lfloor ms / C \rfloor\) or \(\lceil ms / C \rceil\) hold
+    any one label (NIID-Bench draws the others freely, so there a label may have many holders or
+    few). The holders of a label share its samples equally, give or take one.
+
+    Args:
+        labels: one integer per sample, as a tensor, list or array. Their values are arbitrary.
+        clients: \(m\).
+        labels_per_client: \(s\), at most \(C\), and with \(ms \ge C\), so that no label is lost.
+        seed: decides which other labels a client holds, and which samples.
+
+    Raises:
+        TypeError: `labels` are not integers.
+        ValueError: an argument is out of its range, or a label has fewer samples than holders.
+
+    Examples:
+        >>> income = [0, 1, 1, 0, 0, 0, 1, 0]
+        >>> parts = by_label(income, clients=4, labels_per_client=1)
+        >>> label_counts(parts, income)
+        tensor([[2, 0],
+                [0, 1],
+                [3, 0],
+                [0, 2]])
+    """
+    classes, kinds, counts = by_class(labels)
+    _check_clients(clients, len(kinds), 1)
+    check_count("seed", seed, 0)
+    check_count("labels_per_client", labels_per_client)
+    C, s = len(counts), labels_per_client
+    if s > C:
+        raise ValueError(f"labels_per_client must be at most {C} (the number of labels), got {s}")
+    if clients * s < C:
+        raise ValueError(
+            f"labels_per_client must be at least {math.ceil(C / clients)}, so that {clients} "
+            f"clients hold all {C} labels, got {s}"
+        )
+    holders = _holder_counts(counts, clients, s, seed)
+    for label, count, needed in zip(classes.tolist(), counts, holders, strict=True):
+        if count < needed:
+            raise ValueError(
+                f"labels must have a sample of each label for every client that holds it, got "
+                f"{count} of label {label} for {needed} clients: lower clients or labels_per_client"
+            )
+    held = _deal(holders, clients, s, seed)
+    shares: list[list[Tensor]] = [[] for _ in range(clients)]
+    for j, samples in enumerate(_samples(kinds, counts, "by_label", seed)):
+        owners = [i for i in range(clients) if j in held[i]]
+        # Shuffled, so that the one sample more does not always go to the first clients.
+        owners = [owners[k] for k in permutation(len(owners), "owners", seed, j).tolist()]
+        for i, share in zip(owners, samples.tensor_split(len(owners)), strict=True):
+            shares[i].append(share)
+    return _parts(shares)
+
+
+def dirichlet(
+    labels: Tensor | Sequence[int],
+    clients: int,
+    alpha: float,
+    *,
+    seed: int = 0,
+    smallest: int = 1,
+) -> Parts:
+    r"""Divide each label among all clients in shares drawn from \(\mathrm{Dir}(\alpha)\).
+
+    A small \(\alpha\) leaves most of a label to one client, a large one is nearly `iid`. The shares
+    of the labels are independent, so the sizes of the clients differ as well (NIID-Bench gives
+    nothing more to a client that has its equal share already; here nothing is cut off).
+
+    Args:
+        labels: one integer per sample, as a tensor, list or array. Their values are arbitrary.
+        clients: how many.
+        alpha: \(\alpha > 0\); 0.1 and 0.5 are common.
+        seed: decides the shares, and which samples.
+        smallest: the least number of samples of a client. The shares of all labels are drawn again
+            until every client has it, a million shares at most.
+
+    Raises:
+        TypeError: `labels` are not integers.
+        ValueError: an argument is out of its range, or no draw gave every client enough.
+
+    Examples:
+        >>> labels = [0] * 50 + [1] * 50
+        >>> label_counts(dirichlet(labels, clients=3, alpha=1000.0), labels)
+        tensor([[17, 17],
+                [16, 16],
+                [17, 17]])
+    """
+    _, kinds, counts = by_class(labels)
+    cuts = _draw(counts, clients, alpha, seed, smallest)
+    shares: list[list[Tensor]] = [[] for _ in range(clients)]
+    for samples, sizes in zip(_samples(kinds, counts, "dirichlet", seed), cuts, strict=True):
+        for i, share in enumerate(torch.split(samples, sizes)):
+            shares[i].append(share)
+    return _parts(shares)
+
+
+def by_quantity(
+    data: Dataset[Any] | Sized | int,
+    clients: int,
+    alpha: float,
+    *,
+    seed: int = 0,
+    smallest: int = 1,
+) -> Parts:
+    r"""Deal samples out at random, in numbers that follow \(\mathrm{Dir}(\alpha)\).
+
+    Args:
+        data: anything with a length, or that length.
+        clients: how many.
+        alpha: \(\alpha > 0\); the smaller, the more unequal the sizes.
+        seed: decides the sizes, and which samples.
+        smallest: the least number of samples of a client. The sizes are drawn again until every
+            client has it, a million sizes at most.
+
+    Raises:
+        ValueError: an argument is out of its range, or no draw gave every client enough.
+
+    Examples:
+        >>> parts = by_quantity(1000, clients=4, alpha=0.5, smallest=10)
+        >>> sum(parts.sizes), min(parts.sizes) >= 10
+        (1000, True)
+    """
+    n = length(data)
+    (sizes,) = _draw([n], clients, alpha, seed, smallest)
+    return split(n, clients, sizes=sizes, seed=seed)
+
+
+def label_counts(parts: Parts, labels: Tensor | Sequence[int]) -> Tensor:
+    """How many samples of each label each client holds.
+
+    Args:
+        parts: the samples of each client.
+        labels: one integer per sample.
+
+    Returns:
+        Integers of shape (clients, labels), the labels in ascending order.
+
+    Raises:
+        TypeError: `labels` are not integers.
+        ValueError: `parts` has an index beyond `labels`.
+
+    Examples:
+        >>> label_counts(Parts.from_indices([[0, 1, 2], [3]]), [7, 7, 9, 9])
+        tensor([[2, 1],
+                [0, 1]])
+    """
+    classes, kinds, _ = by_class(labels)
+    last = max(int(part.max()) for part in parts.indices)
+    if last >= len(kinds):
+        raise ValueError(
+            f"labels must hold one label per sample, up to index {last} of parts, "
+            f"got {len(kinds)} labels"
+        )
+    return torch.stack([kinds[part].bincount(minlength=len(classes)) for part in parts.indices])
+
+
+def noise_levels(clients: int, largest: float) -> tuple[float, ...]:
+    r"""The variances of NIID-Bench's feature skew: \(\sigma i / m\) for \(i = 1, \ldots, m\).
+
+    So says its paper. Its code has \(\sigma (i - 1) / (m - 1)\), as standard deviations.
+
+    Args:
+        clients: \(m\).
+        largest: \(\sigma\), the variance of the last client's noise.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Examples:
+        >>> noise_levels(4, largest=1.0)
+        (0.25, 0.5, 0.75, 1.0)
+    """
+    check_count("clients", clients)
+    check_range("largest", largest, 0, high_open=True)
+    return tuple(largest * i / clients for i in range(1, clients + 1))
+
+
+def add_noise(inputs: Tensor, level: float, *, client: int = 0, seed: int = 0) -> Tensor:
+    """`inputs` plus Gaussian noise of mean 0 and variance `level`, as a new tensor.
+
+    Args:
+        inputs: floating-point features of one client's samples, of any shape.
+        level: the variance, of `noise_levels` for instance.
+        client: which client, so that each has noise of its own.
+        seed: decides the noise, together with `client` and the shape of `inputs`.
+
+    Raises:
+        TypeError: `inputs` is not a floating-point tensor.
+        ValueError: an argument is out of its range.
+
+    Examples:
+        >>> noisy = add_noise(torch.zeros(1000, 50), 0.25, client=3)
+        >>> round(float(noisy.std()), 2)
+        0.5
+    """
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+        got = inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise TypeError(f"inputs must be a floating-point tensor, got {got}")
+    check_range("level", level, 0, high_open=True)
+    check_count("client", client, 0)
+    check_count("seed", seed, 0)
+    # Drawn on the CPU, so that the noise is the same whatever device the inputs are on.
+    generator = torch.Generator().manual_seed(hashed("noise", seed, client))
+    noise = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device="cpu")
+    return inputs + math.sqrt(level) * noise.to(inputs.device)
+
+
+def by_class(labels: Tensor | Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
+    """The distinct labels, ascending; for each sample which of them it has; how many have each."""
+    try:
+        values = torch.as_tensor(labels, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"labels must be a sequence of integers, got {reprlib.repr(labels)}"
+        ) from None
+    if values.numel() == 0:
+        raise ValueError("labels must hold at least one label, got none")
+    dtype, shape = values.dtype, tuple(values.shape)
+    if values.ndim != 1 or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise TypeError(f"labels must be a sequence of integers, got {dtype} of shape {shape}")
+    classes, kinds, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    return classes, kinds, counts.tolist()
+
+
+def _check_clients(clients: int, n: int, smallest: int) -> None:
+    check_count("clients", clients)
+    check_count("smallest", smallest)
+    if clients * smallest > n:
+        legal = f"at most {n // smallest} ({n} samples, at least {smallest} per client)"
+        raise ValueError(f"clients must be {legal}, got {clients}")
+
+
+def _samples(kinds: Tensor, counts: list[int], use: str, seed: int) -> list[Tensor]:
+    """The samples of each label, shuffled."""
+    grouped = torch.split(kinds.argsort(stable=True), counts)
+    return [group[permutation(len(group), use, seed, j)] for j, group in enumerate(grouped)]
+
+
+def _parts(shares: list[list[Tensor]]) -> Parts:
+    # In the order of the data: label after label would be a poor order to train in.
+    return Parts(tuple(torch.cat(share).sort().values for share in shares))
+
+
+def _holder_counts(counts: list[int], clients: int, s: int, seed: int) -> list[int]:
+    """How many clients hold each label: equally many, give or take one."""
+    base, more = divmod(clients * s, len(counts))
+    order = list(range(len(counts)))
+    if s > 1:
+        order = permutation(len(counts), "holders", seed).tolist()
+        # One holder more where there are samples for it, if there are such labels.
+        order.sort(key=lambda j: counts[j] <= base)
+    return [base + (j in order[:more]) for j in range(len(counts))]
+
+
+def _deal(holders: list[int], clients: int, s: int, seed: int) -> list[list[int]]:
+    """Which labels each client holds: s different ones, the j-th with `holders[j]` holders."""
+    C = len(holders)
+    held = [[i % C] for i in range(clients)]
+    room = [holders[j] - len(range(j, clients, C)) for j in range(C)]
+    shuffle = random.Random(hashed("deal", seed)).shuffle
+
+    def give(i: int, tried: set[int]) -> bool:
+        """One label more for client i; where none has room, some other client swaps its own."""
+        order = [j for j in range(C) if j not in held[i] and j not in tried]
+        shuffle(order)
+        for j in order:
+            if room[j] > 0:
+                room[j] -= 1
+                held[i].append(j)
+                return True
+        for j in order:
+            tried.add(j)
+            for other in range(clients):
+                if j in held[other][1:] and give(other, tried):
+                    held[other].remove(j)
+                    held[i].append(j)
+                    return True
+        return False
+
+    everybody = list(range(clients))
+    for _ in range(s - 1):
+        shuffle(everybody)
+        for i in everybody:
+            given = give(i, set())
+            assert given  # an augmenting path exists as long as there is room
+    return held
+
+
+def _draw(
+    counts: list[int], clients: int, alpha: float, seed: int, smallest: int
+) -> list[list[int]]:
+    """Cut each of `counts` into one number per client, in shares from Dir(alpha)."""
+    _check_clients(clients, sum(counts), smallest)
+    check_range("alpha", alpha, 0, low_open=True, high_open=True)
+    check_count("seed", seed, 0)
+    source = random.Random(hashed("shares", seed))
+    draws = max(1, SHARES // (clients * len(counts)))
+    for _ in range(draws):
+        cuts = [_cut(n, _shares(clients, alpha, source)) for n in counts]
+        if min(map(sum, zip(*cuts, strict=True))) >= smallest:
+            return cuts
+    raise ValueError(
+        f"alpha must be larger for {clients} clients of at least {smallest} samples, got {alpha}: "
+        f"none of {draws} draws gave each that many (or lower clients or smallest)"
+    )
+
+
+def _shares(clients: int, alpha: float, source: random.Random) -> list[float]:
+    """One draw from Dir(alpha): gamma variates over their sum."""
+    # Gamma(a) is Gamma(a + 1) U^(1/a); as logarithms, because for small a it underflows to 0.
+    # 1 - random() is in (0, 1].
+    logs = [
+        math.log(source.gammavariate(alpha + 1, 1)) + math.log(1 - source.random()) / alpha
+        for _ in range(clients)
+    ]
+    top = max(logs)
+    sizes = [math.exp(log - top) for log in logs]
+    total = math.fsum(sizes)
+    return [size / total for size in sizes]
+
+
+def _cut(n: int, shares: list[float]) -> list[int]:
+    # Rounding the edges instead of the sizes makes the cuts add up to n.
+    edges = [round(n * min(edge, 1.0)) for edge in accumulate(shares, initial=0.0)]
+    edges[-1] = n
+    return [stop - start for start, stop in pairwise(edges)]
