@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes import datasets
+
 __all__ = ["TASKS", "Task", "load_digits_split"]
 
 
@@ -64,11 +66,8 @@ def _classification(
 
 def load_digits_split() -> dict[str, tuple[Tensor, Tensor]]:
     """scikit-learn's 8x8 digits, shuffled once: 1,000 to train, 297 to validate, 500 to test."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+    images, labels = datasets.digits()
+    x, y = torch.tensor(images, dtype=torch.float32).flatten(1) / 16, torch.tensor(labels).long()
     cuts = {"train": slice(0, 1000), "validation": slice(1000, 1297), "test": slice(1297, None)}
     return {name: (x[cut], y[cut]) for name, cut in cuts.items()}
 
@@ -88,22 +87,16 @@ def digits_mlp(data: Path, device: torch.device) -> Task:
 def mnist_cnn(data: Path, device: torch.device) -> Task:
     """Two convolutions and two linear layers on MNIST; the last 5,000 training images validate."""
 
-    def read(name: str) -> np.ndarray:
-        with gzip.open(data / "mnist" / f"{name}.gz") as file:
-            raw = file.read()
-        dims = raw[3]
-        shape = np.frombuffer(raw, ">u4", dims, 4).astype(int)
-        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
+    train, labels, test, test_labels = datasets.read("mnist", data)
 
     def split(images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-        x = torch.tensor(images, dtype=torch.float32).unsqueeze(1) / 255
-        return ((x - 0.1307) / 0.3081).to(device), torch.tensor(labels).long().to(device)
+        x, y = datasets.scaled("mnist", images), torch.tensor(labels).long()
+        return x.to(device), y.to(device)
 
-    images, labels = read("train-images-idx3-ubyte"), read("train-labels-idx1-ubyte")
     splits = {
-        "train": split(images[:-5000], labels[:-5000]),
-        "validation": split(images[-5000:], labels[-5000:]),
-        "test": split(read("t10k-images-idx3-ubyte"), read("t10k-labels-idx1-ubyte")),
+        "train": split(train[:-5000], labels[:-5000]),
+        "validation": split(train[-5000:], labels[-5000:]),
+        "test": split(test, test_labels),
     }
 
     def model() -> nn.Module:
@@ -178,17 +171,12 @@ def ptb_transformer(data: Path, device: torch.device) -> Task:
 def adult_logistic(data: Path, device: torch.device) -> Task:
     """Logistic regression on UCI Adult (a9a); the last 5,000 training rows validate."""
 
-    def read(name: str) -> tuple[Tensor, Tensor]:
-        with gzip.open(data / "a9a" / f"{name}.gz", "rt") as file:
-            rows = [line.split() for line in file]
-        x = torch.zeros(len(rows), 123)
-        for row, (_, *entries) in enumerate(rows):
-            for entry in entries:
-                x[row, int(entry.split(":")[0]) - 1] = 1
-        y = torch.tensor([int(label) > 0 for label, *_ in rows]).long()
-        return x.to(device), y.to(device)
-
-    (x, y), test = read("a9a"), read("a9a.t")
+    arrays = datasets.read("adult", data)
+    train, test = (
+        (datasets.scaled("adult", x).to(device), torch.tensor(y).long().to(device))
+        for x, y in (arrays[:2], arrays[2:])
+    )
+    x, y = train
     splits = {"train": (x[:-5000], y[:-5000]), "validation": (x[-5000:], y[-5000:]), "test": test}
     return _classification(lambda: nn.Linear(123, 2).to(device), splits, 128)
 

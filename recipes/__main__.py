@@ -1,8 +1,8 @@
 """Run a recipe: `python -m recipes NAME --help`; without a name, list them.
 
-Writes NAME.json (configuration, versions, hardware, checks, curves), NAME.svg and a log per run.
-Runs that are finished in the log are not run again, so a command that was interrupted goes on
-where it was, and one that was not only checks and draws once more.
+Writes NAME.json (configuration, versions, hardware, checks, curves), NAME.svg, for some recipes
+NAME.md, and a log per run. Runs that are finished in the log are not run again, so a command that
+was interrupted goes on where it was, and one that was not only checks and draws once more.
 """
 
 import argparse
@@ -11,86 +11,134 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
-from recipes import logs
+import torch
+
+from recipes.datasets import data_folder
+from recipes.heterogeneity import RECIPE as HETEROGENEITY
 from recipes.least_squares import RECIPE as LEAST_SQUARES
-from recipes.recipe import Line, Recipe, Results
+from recipes.recipe import Recipe, Results
+from recipes.work import Runs, compact
 
-__all__ = ["RECIPES", "carry_out", "main"]
+__all__ = ["RECIPES", "add_resources", "carry_out", "main", "resources"]
 
-RECIPES = {"least_squares": LEAST_SQUARES}
+RECIPES = {"least_squares": LEAST_SQUARES, "heterogeneity": HETEROGENEITY}
 
 
-def carry_out(recipe: Recipe, config: Any, folder: Path) -> Results:
-    """Do the runs that are not in the logs in `folder`, and check them all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = recipe.plan(config)
-    # Through JSON, so that it compares equal to what a log holds.
+def carry_out(
+    recipe: Recipe,
+    config: Any,
+    folder: Path,
+    *,
+    options: dict[str, Any] | None = None,
+    jobs: int = 1,
+    only: Sequence[str] = (),
+) -> Results:
+    """Do the runs that are not in the logs in `folder`, and check them all.
+
+    Args:
+        recipe: whose runs.
+        config: a preset of the recipe, or like one.
+        folder: of the logs.
+        options: those that the recipe takes, by name.
+        jobs: processes that do runs at the same time.
+        only: patterns; where there are any, no run is started that matches none of them. What the
+            logs have of the others counts all the same.
+    """
+    depends = recipe.depends(config)
+    runs = Runs(recipe.run, config, recipe.plan(config), folder, dict(options or {}), depends, jobs)
+    chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
+    recipe.ready([runs.plan[name] for name in chosen if runs.log(name) is None], **runs.options)
+    runs.do(chosen)
     shared = json.loads(json.dumps(dataclasses.asdict(config)))
-    results: Results = {"config": shared, "checks": [], "runs": {}}
-    for number, (name, settings) in enumerate(plan.items(), start=1):
-        path, where = folder / f"{name}.jsonl", f"{number}/{len(plan)} {name}"
-        key = {"config": shared, "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
-        run = logs.read(path, **key)
-        outcome = "in the log"
+    results: Results = {"config": shared, "checks": [], "runs": {}, "missing": []}
+    for name in runs.plan:
+        run = runs.log(name)
         if run is None:
-            computer = {
-                "versions": environment.versions(),
-                "hardware": environment.hardware("cpu"),
-            }
-            logs.record(path, {**key, **computer}, recipe.run(config, settings), Progress(where))
-            run = logs.read(path, **key)
-            assert run is not None
-            outcome = f"{run['seconds']:.1f} s"
-        say(f"{where}: {outcome}")
+            results["missing"].append(name)
+            continue
         del run["config"]
-        results["runs"][name] = {key: compact(value) for key, value in run.items()}
-    results["checks"] = [dataclasses.asdict(check) for check in recipe.check(results)]
+        condensed = recipe.condense(run)
+        results["runs"][name] = {key: compact(value) for key, value in condensed.items()}
+    if complete(recipe, results):
+        results["checks"] = [dataclasses.asdict(check) for check in recipe.check(results)]
     return results
 
 
-class Progress:
-    """One line on a terminal, rewritten all the time; nothing elsewhere."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def __call__(self, line: Line) -> None:
-        if sys.stdout.isatty():
-            numbers = "  ".join(f"{name} {value:.4g}" for name, value in line.items())
-            say(f"{self.where}: {numbers}", end="\r")
+def complete(recipe: Recipe, results: Results) -> bool:
+    """Whether there is enough to check and draw."""
+    return bool(results["runs"]) if recipe.partial else not results.get("missing")
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Print in place of the last progress line, if there is one."""
-    print(f"\x1b[2K{text}" if sys.stdout.isatty() else text, end=end, flush=True)
-
-
-def compact(value: Any) -> Any:
-    """Four digits are enough in a column of floats."""
-    if not isinstance(value, list):
-        return value
-    return [float(f"{entry:.4g}") if isinstance(entry, float) else entry for entry in value]
-
-
-def conclude(recipe: Recipe, results: Results, picture: Path) -> None:
-    """Print the checks and draw; end with an error if the paper's statements do not hold."""
+def conclude(recipe: Recipe, results: Results, path: Path) -> None:
+    """Print the checks, draw, report; end with an error if the paper's statements do not hold."""
+    missing = len(results.get("missing", []))
+    if missing:
+        print(f"{missing} of {missing + len(results['runs'])} runs are still to be done")
+    if not complete(recipe, results):
+        return
     checks = recipe.check(results)
     for check in checks:
         verdict = "holds" if check.holds else "FAILS"
         print(f"{check.panel}  {verdict}  {check.paper}\n          here: {check.here}")
+    picture = path.with_suffix(".svg")
     recipe.draw(results, picture)
     print(picture)
+    if recipe.report is not None:
+        page = path.with_suffix(".md")
+        page.write_text(recipe.report(results), encoding="utf-8")
+        print(page)
     failed = sum(not check.holds for check in checks)
     if failed:
         sys.exit(f"{failed} of {len(checks)} statements do not hold")
 
 
+def add_resources(parser: argparse.ArgumentParser, takes: Sequence[str]) -> None:
+    """Options about where runs are done."""
+    if "device" in takes:
+        best = "cuda" if torch.cuda.is_available() else "cpu"
+        parser.add_argument("--device", default=best, help="default here: %(default)s")
+    if "data" in takes:
+        parser.add_argument(
+            "--data", type=Path, help="folder; default: TORCHPISA_DATA, or else data"
+        )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; default 1")
+
+
+def resources(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, takes: Sequence[str]
+) -> dict[str, Any]:
+    """What `add_resources` got, checked, as the keyword arguments of a run."""
+    if args.jobs < 1:
+        parser.error(f"--jobs must be >= 1, got {args.jobs}")
+    options = {name: getattr(args, name) for name in takes}
+    if "data" in options:
+        options["data"] = str(data_folder(options["data"]))
+    return options
+
+
+def arguments(name: str, recipe: Recipe) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"python -m recipes {name}", description=recipe.title)
+    presets = list(recipe.presets)
+    parser.add_argument("--preset", choices=presets, default=presets[0])
+    parser.add_argument("--seed", type=int, help="default: the preset's")
+    parser.add_argument("--out", type=Path, help="folder; default: runs/PRESET")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="do runs so named only"
+    )
+    add_resources(parser, recipe.takes)
+    parser.add_argument("--list", action="store_true", help="list the runs and their state only")
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE.json", help="saved results: check and draw them only"
+    )
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    name, *options = (sys.argv[1:] if argv is None else argv) or [""]
+    name, *words = (sys.argv[1:] if argv is None else argv) or [""]
     if name not in RECIPES:
         width = max(map(len, RECIPES))
         listing = "\n".join(f"  {key:{width}}  {recipe.title}" for key, recipe in RECIPES.items())
@@ -98,34 +146,41 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = name in ("", "-h", "--help")
         sys.exit(0 if asked else f"\nNAME must be one of these, got {name!r}")
     recipe = RECIPES[name]
-    parser = argparse.ArgumentParser(f"python -m recipes {name}", description=recipe.title)
-    presets = list(recipe.presets)
-    parser.add_argument("--preset", choices=presets, default=presets[0])
-    parser.add_argument("--seed", type=int, help="default: the preset's")
-    parser.add_argument("--out", type=Path, help="folder; default: runs/PRESET")
-    parser.add_argument(
-        "--show", type=Path, metavar="FILE.json", help="saved results: check and draw them only"
-    )
-    args = parser.parse_args(options)
+    parser = arguments(name, recipe)
+    args = parser.parse_args(words)
+    options = resources(parser, args, recipe.takes)
     if args.seed is not None and args.seed < 0:
         parser.error(f"--seed must be >= 0, got {args.seed}")
     if args.show and not args.show.is_file():
         parser.error(f"--show must be a file that a recipe wrote, got {args.show}")
-    if importlib.util.find_spec("matplotlib") is None:  # before the runs, not after them
-        sys.exit("The pictures need matplotlib: pip install 'torchpisa[demo]'")
-    if args.show:
-        results = json.loads(args.show.read_text(encoding="utf-8"))
-        conclude(recipe, results, args.show.with_suffix(".svg"))
-        return
     config = recipe.presets[args.preset]
     if args.seed is not None:
         config = dataclasses.replace(config, seed=args.seed)
-    folder = args.out or Path("runs") / args.preset
-    results = {"recipe": name, "preset": args.preset, **carry_out(recipe, config, folder / name)}
+    plan, folder = recipe.plan(config), args.out or Path("runs") / args.preset
+    for pattern in args.only:
+        if not any(fnmatch(run, pattern) for run in plan):
+            parser.error(f"--only must match a run (--list names them), got {pattern!r}")
+    if args.list:
+        runs = Runs(recipe.run, config, plan, folder / name, depends=recipe.depends(config))
+        for run in plan:
+            print(f"{'done' if runs.log(run) else 'to do'}  {run}")
+        return
+    if importlib.util.find_spec("matplotlib") is None:  # before the runs, not after them
+        sys.exit("The pictures need matplotlib: pip install 'torchpisa[demo]'")
+    if args.show:
+        conclude(recipe, json.loads(args.show.read_text(encoding="utf-8")), args.show)
+        return
+    try:
+        done = carry_out(
+            recipe, config, folder / name, options=options, jobs=args.jobs, only=args.only
+        )
+    except FileNotFoundError as missing:
+        sys.exit(str(missing))
+    results = {"recipe": name, "preset": args.preset, **done}
     path = folder / f"{name}.json"
     path.write_text(json.dumps(results) + "\n", encoding="utf-8")
     print(path)
-    conclude(recipe, results, path.with_suffix(".svg"))
+    conclude(recipe, results, path)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What every recipe provides."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import Any
 
 __all__ = ["Check", "Line", "Recipe", "Results", "table"]
 
-Line = dict[str, float]
-"""What a run logs at one moment, by name."""
+Line = dict[str, float | None]
+"""What a run logs at one moment, by name; None for a number that is not finite."""
 
 Results = dict[str, Any]
 """What is saved of all runs: config, checks and, under `"runs"`, the logged columns of each."""
@@ -33,17 +34,31 @@ class Recipe:
         presets: frozen configurations (dataclasses with a `seed`) by name; the first is the
             default.
         plan: the runs of a configuration: name -> settings, a dataclass.
-        run: does one run and yields what to log.
+        run: does one run and yields what to log. For `--jobs` a function of a module.
         check: holds the results against the paper's statements.
         draw: draws the results into a file.
+        takes: which of the options `device` and `data` there are, for `run` to take by keyword.
+        ready: raises FileNotFoundError, before anything is run, if data for these settings is
+            missing; takes the options too.
+        depends: what of a configuration the runs depend on. A finished run is run again when this
+            or its settings change; all of it, unless said otherwise.
+        condense: what is saved of a run, from what was logged; everything, unless said otherwise.
+        report: the results as Markdown, if there is more to them than the checks.
+        partial: whether checks, picture and report can do with a part of the runs.
     """
 
     title: str
     presets: Mapping[str, Any]
     plan: Callable[[Any], Mapping[str, Any]]
-    run: Callable[[Any, Any], Iterator[Line]]
+    run: Callable[..., Iterator[Line]]
     check: Callable[[Results], list[Check]]
     draw: Callable[[Results, Path], None]
+    takes: tuple[str, ...] = ()
+    ready: Callable[..., None] = lambda settings, **options: None
+    depends: Callable[[Any], dict[str, Any]] = dataclasses.asdict
+    condense: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    report: Callable[[Results], str] | None = None
+    partial: bool = False
 
 
 def table(checks: list[Check]) -> str:

@@ -6,26 +6,19 @@ from typing import Any
 from recipes.least_squares.check import REACHED, curves
 from recipes.least_squares.config import PANELS
 from recipes.recipe import Results
+from recipes.style import COLOURS, DASHES, INK, look
 
 __all__ = ["draw"]
 
-# Readable on white and on black, from the smallest value to the largest.
-COLOURS = ["#d1495b", "#e08e2b", "#8f9e2f", "#2a9d8f", "#3f88c5", "#8e6bbf"]
-INK = "#808080"
 BOTTOM, TOP = 1e-13, 1e5
 POWERS = dict(zip((4, 8, 16, 32, 64, 128), "²³⁴⁵⁶⁷", strict=True))
 
 
 def draw(results: Results, path: Path) -> None:
     """Two rows of two; the axes are the same in all."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    # Glyphs as text, no date and fixed ids: small, and the same bytes for the same results.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "least_squares", "font.size": 8}
-    settings |= {f"{part}.color": INK for part in ("text", "xtick", "ytick")}
-    settings |= {"axes.edgecolor": INK, "axes.labelcolor": INK, "axes.titlecolor": INK}
-    with matplotlib.rc_context(settings):
+    with look("least_squares"):
         figure = Figure((8, 6.4), layout="constrained")
         every = figure.subplots(2, 2, sharex=True, sharey=True)
         for axes, letter in zip(every.flat, PANELS, strict=True):
@@ -36,12 +29,13 @@ def draw(results: Results, path: Path) -> None:
 
 
 def panel(axes: Any, results: Results, letter: str) -> None:
+    # Colours go from the smallest value to the largest.
     for colour, (value, gaps) in zip(COLOURS, curves(results, letter).items(), strict=True):
         label = f"{PANELS[letter].letter} = "
         label += f"2{POWERS[value]}" if value in POWERS else f"{value:g}"
         axes.plot(gaps, color=colour, lw=1.4, label=label)
     last = len(gaps) - 1
-    axes.axhline(REACHED, color=INK, lw=0.8, ls=(0, (4, 3)))
+    axes.axhline(REACHED, color=INK, lw=0.8, ls=DASHES)
     axes.set_title(f"({letter})  {PANELS[letter].title}", fontsize=9)
     axes.set(yscale="log", ylim=(BOTTOM, TOP), xlim=(0, last))
     axes.set_yticks([10.0**k for k in range(-12, 5, 4)])

@@ -1,0 +1,89 @@
+"""The results by cell of the table and by algorithm, over seeds."""
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from recipes.heterogeneity.config import DATASETS
+from recipes.recipe import Results
+
+__all__ = ["Cell", "Spread", "Summary", "cell_title", "cells"]
+
+Cell = tuple[str, int]
+"""Data set and labels per client."""
+
+
+class Spread(NamedTuple):
+    """Mean and, of several seeds, their standard deviation."""
+
+    mean: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        several = len(values) > 1
+        return cls(statistics.fmean(values), statistics.stdev(values) if several else None)
+
+    def __str__(self) -> str:
+        tail = "" if self.deviation is None else f" ± {self.deviation:.2f}"
+        return f"{self.mean:.2f}{tail}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The runs of an algorithm in a cell, one per seed, as `condense` saved them."""
+
+    runs: tuple[dict[str, Any], ...]
+
+    def spread(self, column: str) -> Spread:
+        """Of a number that every run has, such as `best` and `last`."""
+        return Spread.of([run[column] for run in self.runs])
+
+    @property
+    def best(self) -> Spread:
+        """Accuracy in the best round, on average over the seeds."""
+        return self.spread("best")
+
+    @property
+    def last(self) -> Spread:
+        """Accuracy in the last round."""
+        return self.spread("last")
+
+    @property
+    def reached(self) -> list[int]:
+        """Rounds that it took to the paper's accuracy of SISA, for the seeds that got there."""
+        return [run["reached"] for run in self.runs if run["reached"] is not None]
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """Mean accuracy by round; a run that diverged early stays where it ended."""
+        rounds = max((run["round"] for run in self.runs), key=len)
+
+        def latest(run: dict[str, Any], number: int) -> float:
+            # Curves of unequal lengths were thinned to other rounds.
+            return run["accuracy"][max(0, bisect_right(run["round"], number) - 1)]
+
+        means = [statistics.fmean(latest(run, number) for run in self.runs) for number in rounds]
+        return rounds, means
+
+
+def cells(results: Results) -> dict[Cell, dict[str, Summary]]:
+    """What there is: cell -> algorithm -> its runs; in the order of the plan."""
+    found: dict[Cell, dict[str, list[dict[str, Any]]]] = {}
+    for cell in results["config"]["cells"]:
+        found[tuple(cell)] = {name: [] for name in results["config"]["algorithms"]}
+    for run in results["runs"].values():
+        settings = run["settings"]
+        found[settings["dataset"], settings["labels"]][settings["algorithm"]].append(run)
+    return {
+        cell: {name: Summary(tuple(runs)) for name, runs in row.items() if runs}
+        for cell, row in found.items()
+        if any(row.values())
+    }
+
+
+def cell_title(cell: Cell) -> str:
+    """Such as "MNIST, 1 label"."""
+    dataset, labels = cell
+    return f"{DATASETS[dataset]}, {labels} label{'s' if labels > 1 else ''}"

@@ -1,0 +1,57 @@
+"""Accuracy against rounds: a row per data set, a column per number of labels."""
+
+from pathlib import Path
+from typing import Any
+
+from recipes.heterogeneity.cells import Cell, Summary, cell_title, cells
+from recipes.heterogeneity.config import ALGORITHMS
+from recipes.heterogeneity.paper import target
+from recipes.recipe import Results
+from recipes.style import COLOURS, DASHES, INK, look
+
+__all__ = ["draw"]
+
+# SISA is the one to find at a glance; lines differ in more than their colour.
+LINES = ["-", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (5, 2, 1, 2)), "-"]
+WIDTHS = [1.2, 1.2, 1.4, 1.2, 1.2, 2.0]
+
+
+def draw(results: Results, path: Path) -> None:
+    """One line per algorithm, the mean over the seeds; dashed, SISA's accuracy in the paper."""
+    from matplotlib.figure import Figure
+
+    found = cells(results)
+    rows = list(dict.fromkeys(dataset for dataset, _ in found))
+    columns = sorted({labels for _, labels in found})
+    with look("heterogeneity"):
+        size = (2.7 * len(columns) + 1.2, 2.1 * len(rows) + 0.9)
+        figure = Figure(size, layout="constrained")
+        grid = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
+        handles: dict[str, Any] = {}
+        for i, dataset in enumerate(rows):
+            for j, labels in enumerate(columns):
+                if (dataset, labels) in found:
+                    panel(grid[i][j], (dataset, labels), found[dataset, labels], handles)
+                else:
+                    grid[i][j].set_axis_off()
+        order = [name for name in ALGORITHMS if name in handles]
+        lines, names = [handles[name] for name in order], [ALGORITHMS[name] for name in order]
+        place = "outside upper center"
+        figure.legend(lines, names, loc=place, ncols=len(order), frameon=False)
+        figure.supxlabel("rounds", fontsize=9)
+        figure.supylabel("accuracy, %", fontsize=9)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def panel(axes: Any, cell: Cell, row: dict[str, Summary], handles: dict[str, Any]) -> None:
+    for name, colour, line, width in zip(ALGORITHMS, COLOURS, LINES, WIDTHS, strict=True):
+        if name in row:
+            rounds, accuracy = row[name].curve()
+            (handles[name],) = axes.plot(rounds, accuracy, color=colour, ls=line, lw=width)
+    goal = target(*cell)
+    if goal is not None:
+        axes.axhline(goal, color=INK, lw=0.8, ls=DASHES)
+    axes.set_title(cell_title(cell), fontsize=9)
+    axes.set_xlim(left=0)
+    axes.grid(color=INK, alpha=0.2, lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,182 @@
+"""Runs in several processes, chosen ones, and what a recipe adds to the command."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from recipes import __main__ as command
+from recipes.recipe import Check, Line, Recipe, Results
+from recipes.work import Runs, share_threads
+
+
+@dataclass(frozen=True)
+class Size:
+    steps: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Slope:
+    by: float
+
+
+# Of the module and not of a test: other processes look them up by name.
+def climb(config: Size, settings: Slope, *, device: str, data: str) -> Iterator[Line]:
+    if settings.by < 0:
+        raise ValueError("downhill")
+    for step in range(config.steps):
+        yield {"step": step, "height": settings.by * step, "process": os.getpid()}
+
+
+def last_height(log: Results) -> Results:
+    return {"settings": log["settings"], "top": log["height"][-1]}
+
+
+PLAN = {"flat": Slope(0.0), "steep": Slope(2.0), "steeper": Slope(3.0)}
+TOY = Recipe(
+    title="toy",
+    presets={"small": Size(3)},
+    plan=lambda config: PLAN,
+    run=climb,
+    check=lambda results: [Check("a", "said", "seen", True)],
+    draw=lambda results, path: path.touch() or None,
+    takes=("device", "data"),
+    depends=lambda config: {"steps": config.steps},
+    report=lambda results: f"{len(results['runs'])} runs\n",
+    partial=True,
+)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "RECIPES", {"toy": TOY})
+    monkeypatch.chdir(tmp_path)
+
+
+def load(path: str = "runs/small/toy.json") -> Results:
+    results: Results = json.loads(Path(path).read_text(encoding="utf-8"))
+    return results
+
+
+@pytest.mark.usefixtures("toy")
+def test_jobs_do_runs_in_other_processes() -> None:
+    command.main(["toy", "--jobs", "2", "--device", "cpu"])
+    results = load()
+    assert list(results["runs"]) == list(PLAN)  # in the order of the plan, whoever was first
+    assert results["runs"]["steeper"]["height"] == [0, 3, 6]
+    used = {number for run in results["runs"].values() for number in run["process"]}
+    assert os.getpid() not in used
+    assert len(used) <= 2
+    command.main(["toy", "--device", "cpu"])
+    assert load() == results
+
+
+@pytest.mark.usefixtures("toy")
+def test_failed_job_leaves_the_others_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PLAN, "bad", Slope(-1.0))
+    with pytest.raises(RuntimeError, match="1 runs failed: bad") as caught:
+        command.main(["toy", "--jobs", "2", "--device", "cpu"])
+    assert "downhill" in repr(caught.value.__cause__)
+    assert "ValueError('downhill')" in capsys.readouterr().out
+    command.main(["toy", "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["done  flat", "done  steep", "done  steeper", "to do  bad"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_only_some_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["toy", "--only", "steep*", "--device", "cpu"])
+    results = load()
+    assert list(results["runs"]) == ["steep", "steeper"]
+    assert results["missing"] == ["flat"]
+    assert "1 of 3 runs are still to be done" in capsys.readouterr().out
+    assert Path("runs/small/toy.md").read_text(encoding="utf-8") == "2 runs\n"
+    command.main(["toy", "--only", "flat", "--device", "cpu"])
+    assert list(load()["runs"]) == list(PLAN)  # with what the logs have of the others
+    with pytest.raises(SystemExit):
+        command.main(["toy", "--only", "nothing"])
+    assert "--only must match a run (--list names them), got 'nothing'" in capsys.readouterr().err
+
+
+def test_recipe_that_needs_all_runs_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = dataclasses.replace(TOY, partial=False)
+    monkeypatch.setattr(command, "RECIPES", {"toy": whole})
+    monkeypatch.chdir(tmp_path)
+    command.main(["toy", "--only", "flat", "--device", "cpu"])
+    assert load()["checks"] == []
+    assert not Path("runs/small/toy.svg").exists()
+    command.main(["toy", "--device", "cpu"])
+    assert Path("runs/small/toy.svg").exists()
+
+
+@pytest.mark.usefixtures("toy")
+def test_runs_depend_on_what_the_recipe_says(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["toy", "--device", "cpu"])
+    command.main(["toy", "--seed", "7", "--device", "cpu"])
+    assert capsys.readouterr().out.count("in the log") == 3
+    assert load()["config"]["seed"] == 7
+
+
+def test_saved_runs_are_condensed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(TOY, condense=last_height)
+    options = {"device": "cpu", "data": ""}
+    results = command.carry_out(recipe, Size(3), tmp_path, options=options)
+    assert results["runs"]["steep"] == {"settings": {"by": 2.0}, "top": 4.0}
+
+
+@pytest.mark.usefixtures("toy")
+def test_data_folder_reaches_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def run(config: Size, settings: Slope, *, device: str, data: str) -> Iterator[Line]:
+        seen.append(data)
+        yield {"step": 0}
+
+    monkeypatch.setitem(command.RECIPES, "toy", dataclasses.replace(TOY, run=run))
+    monkeypatch.setenv("TORCHPISA_DATA", "there")
+    command.main(["toy", "--only", "flat", "--device", "cpu"])
+    command.main(["toy", "--only", "steep", "--device", "cpu", "--data", "here"])
+    assert seen == ["there", "here"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_jobs_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["toy", "--jobs", "0"])
+    assert "--jobs must be >= 1, got 0" in capsys.readouterr().err
+
+
+def test_recipe_without_options_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["least_squares", "--help"])
+    text = capsys.readouterr().out
+    assert "--jobs" in text
+    assert "--device" not in text
+    assert "--data" not in text
+
+
+def test_interrupted_run_is_not_in_the_log(tmp_path: Path) -> None:
+    runs = Runs(climb, Size(3), PLAN, tmp_path, {"device": "cpu", "data": ""})
+    runs.do(["flat"])
+    assert runs.log("flat") is not None
+    text = runs.path("flat").read_text(encoding="utf-8")
+    runs.path("flat").write_text(text[: text.rindex('{"seconds')], encoding="utf-8")
+    assert runs.log("flat") is None
+
+
+def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", seen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    for jobs in (2, 3, 16):
+        share_threads(jobs)
+    assert seen == [4, 2, 1]
