@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks import diagnostics, step, step_figure
+from benchmarks import diagnostics, federated, step, step_figure
 from benchmarks.distributed import command as distributed
 from benchmarks.distributed import report as distributed_report
 
@@ -10,6 +10,7 @@ COMMANDS = {
     "step": step.main,
     "figure": step_figure.main,
     "diagnostics": diagnostics.main,
+    "federated": federated.main,
     "distributed": distributed.main,
     "distributed-figure": distributed_report.main,
 }

@@ -40,7 +40,7 @@ class Choice:
     """
 
     options: Mapping[str, float]
-    epochs: int = 0
+    epochs: float = 0
     batch_size: int = 64
     rounds: int | None = None
 
@@ -51,10 +51,10 @@ class Choice:
 # validation split with one label per client, the same settings for every number of labels, and by
 # a line here with the number of trials per algorithm.
 _START = {
-    "fedavg": Choice({"lr": 0.05}, epochs=1),
-    "fedprox": Choice({"lr": 0.05, "mu": 0.01}, epochs=1),
-    "fednova": Choice({"lr": 0.05}, epochs=1),
-    "scaffold": Choice({"lr": 0.05}, epochs=1),
+    "fedavg": Choice({"lr": 0.05}, epochs=0.2),
+    "fedprox": Choice({"lr": 0.05, "mu": 0.01}, epochs=0.2),
+    "fednova": Choice({"lr": 0.05}, epochs=0.2),
+    "scaffold": Choice({"lr": 0.05}, epochs=0.2),
     "fedsgd": Choice({"lr": 0.1}),
     "sisa": Choice({"sigma": 5.0, "rho": 1.0, "beta": 0.999}),
 }
@@ -102,7 +102,7 @@ class Config:
 
 PRESETS = {
     "quick": Config((("digits", 1), ("digits", 2)), rounds=200, every=4, seeds=1),
-    "paper": Config(tuple(TABLE), rounds=500),
+    "paper": Config(tuple(TABLE), rounds=500, every=5),
 }
 
 
@@ -113,6 +113,7 @@ class Settings:
     Attributes:
         validation: train without the validation split and evaluate on it, for choosing settings.
             False: train on all training data, evaluate on the test data.
+        samples: train on so many samples, drawn with a fixed seed; 0 for all.
     """
 
     dataset: str
@@ -120,12 +121,13 @@ class Settings:
     clients: int
     algorithm: str
     options: Mapping[str, float]
-    epochs: int
+    epochs: float
     batch_size: int
     rounds: int
     every: int
     seed: int
     validation: bool = False
+    samples: int = 0
 
     @property
     def name(self) -> str:

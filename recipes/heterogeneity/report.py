@@ -93,7 +93,7 @@ def describe(settings: dict[str, Any]) -> str:
     epochs, size = settings["epochs"], settings["batch_size"]
     if not epochs:
         return f"{options}; one gradient of all local data"
-    return f"{options}; {epochs} epoch{'s' if epochs > 1 else ''} of mini-batches of {size}"
+    return f"{options}; {epochs:g} epoch{'s' if epochs > 1 else ''} of mini-batches of {size}"
 
 
 def by_dataset(found: Found) -> Iterable[tuple[str, str, list[dict[str, Any]]]]:

@@ -14,6 +14,7 @@ from recipes.heterogeneity.models import build
 from recipes.heterogeneity.paper import target
 from recipes.recipe import Line
 from torchpisa import federated
+from torchpisa.data import permutation
 from torchpisa.federated.partition import by_label
 
 __all__ = ["algorithm", "condense", "ready", "run"]
@@ -51,6 +52,9 @@ def run(config: Config, settings: Settings, *, device: str, data: str) -> Iterat
     held_out = found.validation if settings.validation else found.test
     assert held_out is not None
     x, y = found.train
+    if settings.samples:
+        kept = permutation(len(y), "tuning")[: settings.samples].to(device)
+        x, y = x[kept], y[kept]
     parts = by_label(y, settings.clients, settings.labels, seed=settings.seed)
     simulation = federated.Simulation(
         build(found.name, x.shape[1:], found.classes, settings.seed).to(device),

@@ -1,4 +1,4 @@
-"""Choose an algorithm's settings for a data set on its validation split, by trying a grid.
+"""Choose settings on the validation split, by trying a grid.
 
     python -m recipes.heterogeneity.tune --dataset mnist --algorithm sisa --grid sigma=2,5 rho=1,10
 
@@ -17,37 +17,40 @@ from typing import Any
 
 from recipes.heterogeneity.config import ALGORITHMS, CHOICES, Choice, Config, Settings, settings
 from recipes.heterogeneity.run import condense, ready, run
-from recipes.work import Runs, compact
+from recipes.work import Runs
 
 __all__ = ["GRIDS", "main", "trials"]
 
 Grid = Mapping[str, Sequence[float]]
 
-_LR = (0.01, 0.03, 0.1, 0.3)
-_LOCAL = {"lr": _LR, "epochs": (1, 5)}
-# Eight trials for everybody; more with --grid, and the file says how many there were.
+_LR = (0.01, 0.03, 0.1, 0.3, 1.0)
+# More with --grid; the file says how many there were.
 GRIDS: dict[str, Grid] = {
-    "fedavg": _LOCAL,
-    "fedprox": {"lr": _LR, "epochs": (1,), "mu": (0.01, 0.1)},
-    "fednova": _LOCAL,
-    "scaffold": _LOCAL,
-    "fedsgd": {"lr": (0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)},
-    "sisa": {"sigma": (2.0, 3.0, 5.0, 10.0), "rho": (1.0, 100.0)},
+    "fedavg": {"lr": _LR},
+    "fedprox": {"lr": _LR, "mu": (0.01, 0.1)},
+    "fednova": {"lr": _LR},
+    "scaffold": {"lr": _LR},
+    "fedsgd": {"lr": (0.03, 0.1, 0.2, 0.3, 0.5, 1.0)},
+    "sisa": {"sigma": (1.0, 2.0, 3.0, 5.0), "rho": (1.0, 10.0, 100.0, 1000.0)},
 }
 WORK = ("epochs", "batch_size", "rounds")  # fields of a `Choice`; the rest are options
 
 
 def trials(
-    dataset: str, labels: int, algorithm: str, grid: Grid, config: Config
+    dataset: str, labels: int, algorithm: str, grid: Grid, config: Config, samples: int = 0
 ) -> dict[str, Settings]:
     """All combinations of a grid, for every seed, by name; the rest is as in config.py."""
     chosen, plan = CHOICES[dataset][algorithm], {}
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
-        work = {name: int(point.pop(name)) for name in WORK if name in point}
+        work = {name: point.pop(name) for name in WORK if name in point}
+        work |= {name: int(work[name]) for name in WORK[1:] if name in work}
         trial = dataclasses.replace(chosen, options={**chosen.options, **point}, **work)
         for seed in range(config.seed, config.seed + config.seeds):
-            made = settings(dataset, labels, algorithm, trial, config, seed=seed, validation=True)
+            made = settings(
+                *(dataset, labels, algorithm, trial, config),
+                **{"seed": seed, "validation": True, "samples": samples},
+            )
             plan[f"{made.name}_{label(trial)}_rounds{made.rounds}"] = made
     return plan
 
@@ -92,13 +95,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m recipes.heterogeneity.tune", description="Choose settings on validation data"
     )
-    parser.add_argument("--dataset", choices=list(CHOICES), required=True)
-    parser.add_argument("--algorithm", choices=list(ALGORITHMS), required=True)
+    parser.add_argument("--dataset", choices=list(CHOICES), nargs="+", required=True)
+    parser.add_argument("--algorithm", choices=list(ALGORITHMS), nargs="+", required=True)
     parser.add_argument("--labels", type=int, default=1, help="per client; default 1")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="rounds between evaluations")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="the first")
+    parser.add_argument("--samples", type=int, default=0, help="to train on; default all")
     parser.add_argument("--grid", nargs="+", default=[], metavar="NAME=A,B", help="in its place")
     parser.add_argument("--by", choices=["best", "last"], default="best", help="round that counts")
     parser.add_argument("--out", type=Path, default=Path("runs/tune"), help="folder")
@@ -107,28 +111,48 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     options = resources(parser, args, takes)
     try:
-        grid: Grid = parse_grid(args.grid) or GRIDS[args.algorithm]
+        grid = parse_grid(args.grid)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     config = Config((), args.rounds, args.every, args.seeds, args.seed)
-    plan = trials(args.dataset, args.labels, args.algorithm, grid, config)
+    plans = {
+        (dataset, name): trials(
+            dataset, args.labels, name, grid or GRIDS[name], config, args.samples
+        )
+        for dataset in args.dataset
+        for name in args.algorithm
+    }
+    plan = {name: made for own in plans.values() for name, made in own.items()}
     runs = Runs(run, config, plan, args.out / "logs", options, {}, args.jobs)
     try:
         ready(list(plan.values()), **options)
     except FileNotFoundError as missing:
         parser.error(str(missing))
     runs.do(list(plan))
-    done = []
-    for name in plan:
-        log = runs.log(name)
-        assert log is not None
-        done.append({key: compact(value) for key, value in condense(log).items()})
-    chosen = choose(done, args.by)
-    path = args.out / f"{args.dataset}_{args.labels}label_{args.algorithm}.json"
-    head = {"dataset": args.dataset, "labels": args.labels, "algorithm": args.algorithm}
-    head |= {"by": args.by, "grid": grid, "count": len(plan), "chosen": chosen}
-    path.write_text(json.dumps({**head, "trials": done}) + "\n", encoding="utf-8")
-    print(f"{len(plan)} trials, chosen by the {args.by} round: {json.dumps(chosen)}\n{path}")
+    found = [
+        {
+            **{"dataset": dataset, "labels": args.labels, "algorithm": name, "by": args.by},
+            **summarise([runs.log(trial) for trial in own], args.by),
+        }
+        for (dataset, name), own in plans.items()
+    ]
+    for entry in found:
+        print(f"{entry['dataset']} {entry['algorithm']}: {json.dumps(entry['chosen'])}")
+    path = args.out / "tuning.json"
+    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    print(path)
+
+
+def summarise(logs: Sequence[dict[str, Any] | None], by: str) -> dict[str, Any]:
+    """What was chosen, of how many trials, and what came of each."""
+    done = [condense(log) for log in logs if log is not None]
+    shown = [
+        {**what(trial), "seed": trial["settings"]["seed"], "best": trial["best"]}
+        | {"last": trial["last"], "samples": trial["settings"]["samples"]}
+        for trial in done
+    ]
+    computer = {name: done[0][name] for name in ("versions", "hardware")}
+    return {"count": len(done), "chosen": choose(done, by), "trials": shown, **computer}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a client does with its data in one round: which samples each of its local steps sees."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -9,12 +9,13 @@ from torch import Tensor
 from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
 
-__all__ = ["Epochs", "FullGradient", "LocalWork", "Minibatches"]
+__all__ = ["Epochs", "FullGradient", "LocalWork", "Minibatches", "check_local"]
 
 Key = tuple[int, str]
 """Seed and name of the client: what its shuffles depend on, besides the round."""
 
 
+@runtime_checkable
 class LocalWork(Protocol):
     """The local steps of a round, each with the samples that its gradient is averaged over."""
 
@@ -101,6 +102,12 @@ class Epochs:
     def plan(self, samples: int, key: Key, iteration: int) -> list[Tensor]:
         wanted = max(1, round(self.epochs * samples))
         return _continued(samples, key, iteration, wanted, self.batch_size)
+
+
+def check_local(local: Any) -> None:
+    """Raise TypeError unless `local` plans a client's work."""
+    if not isinstance(local, LocalWork):
+        raise TypeError(f"local must be FullGradient, Minibatches or Epochs, got {local!r}")
 
 
 def _continued(samples: int, key: Key, iteration: int, wanted: int, size: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, default_collate
 
 from torchpisa.federated.algorithms.base import Tensors
 
-__all__ = ["Data", "Loss", "Objective", "accuracy", "cross_entropy", "size", "take"]
+__all__ = ["Data", "Loss", "Objective", "accuracy", "cross_entropy", "size", "take", "trainable"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to one loss per sample."""
@@ -49,6 +49,18 @@ def take(data: Data, index: Tensor, device: torch.device) -> tuple[Tensor, Tenso
     else:
         inputs, targets = default_collate([data[i] for i in index.tolist()])
     return inputs.to(device), targets.to(device)
+
+
+def trainable(model: nn.Module) -> Tensors:
+    """A copy of the parameters that are trained: those that require a gradient.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError("model must have parameters that require a gradient, got none")
+    return found
 
 
 class Evaluated(NamedTuple):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,14 @@ from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
 from torchpisa.federated.algorithms.base import Algorithm, ServerState
 from torchpisa.federated.in_turn import InTurn
-from torchpisa.federated.objective import Data, Loss, Objective, cross_entropy, size
+from torchpisa.federated.objective import (
+    Data,
+    Loss,
+    Objective,
+    cross_entropy,
+    size,
+    trainable,
+)
 from torchpisa.federated.progress import progress_bar
 from torchpisa.federated.together import Together, obstacle
 
@@ -104,9 +112,7 @@ class Simulation:
         self._sizes = [size(data) for data in clients]
         samples = sum(self._sizes)
         self._alphas = torch.tensor([n / samples for n in self._sizes], dtype=torch.float64)
-        weights = {name: w.detach().clone() for name, w in self.model.named_parameters()}
-        if not weights:
-            raise ValueError("model must have parameters, got none")
+        weights = trainable(self.model)
         self.server: ServerState = algorithm.start(weights)
         objective = Objective(self.model, loss)
         self.why_in_turn = self._obstacle(batched, objective, clients)
@@ -116,7 +122,8 @@ class Simulation:
             self.batched = 1
             self._clients = InTurn(algorithm, objective, clients, *shared)
         else:
-            self.batched = min(batched if batched not in (None, True) else 2**63, len(clients))
+            at_once = len(clients) if batched is None or batched is True else batched
+            self.batched = min(at_once, len(clients))
             tensors = cast(Sequence[tuple[Tensor, Tensor]], clients)
             self._clients = Together(algorithm, objective, tensors, *shared, self.batched)
 
@@ -168,8 +175,13 @@ class Simulation:
             self.counts.bytes_down += down.bytes * len(present)
         else:
             self.server = self.algorithm.skip(server)
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(self.server.weights[name])
+        self._show()
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        """Put the global weights into the model."""
+        for name, w in self.server.weights.items():
+            self.model.get_parameter(name).copy_(w)
 
     def run(
         self,
@@ -239,12 +251,13 @@ class Simulation:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on: the server, the clients' memory, and the counts."""
-        return {
+        state = {
             "setting": self._setting(),
-            "server": dataclasses.asdict(self.server),
+            "server": vars(self.server),
             "clients": self._clients.memory,
             "counts": dataclasses.asdict(self.counts),
         }
+        return cast(dict[str, Any], _copied(state, None))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of a simulation with the same arguments."""
@@ -252,18 +265,18 @@ class Simulation:
             saved = state["setting"].get(name)
             if saved != here:
                 raise ValueError(f"{name} must be that of the saved run, {saved}, got {here}")
-        device = next(self.model.parameters()).device
-        moved = _to(state, device)
-        self.server = ServerState(**moved["server"])
-        self._clients.memory = moved["clients"]
-        self.counts = Counts(**state["counts"])
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(self.server.weights[name])
+        copied = _copied(state, next(iter(self.server.weights.values())).device)
+        self.server = ServerState(**copied["server"])
+        self._clients.memory = copied["clients"]
+        self.counts = Counts(**copied["counts"])
+        self._show()
 
     def _setting(self) -> dict[str, Any]:
+        shapes = {name: tuple(w.shape) for name, w in self.server.weights.items()}
         return {
-            "algorithm": repr(self.algorithm),
+            # Functions and the like have an address in their name, which changes.
+            "algorithm": re.sub(r" at 0x[0-9a-f]+", "", repr(self.algorithm)),
+            "model": shapes,
             "sizes": self._sizes,
             "seed": self._seed,
             "together": isinstance(self._clients, Together),
@@ -290,7 +303,7 @@ class History:
             if self._log is not None:
                 self._log.write_text("", encoding="utf-8")
             return None
-        saved: dict[str, Any] = torch.load(self._checkpoint, weights_only=True)
+        saved: dict[str, Any] = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
         self.rows = saved["rows"]
         if self._log is not None:
             lines = (json.dumps(row) + "\n" for row in self.rows)
@@ -309,9 +322,9 @@ class History:
             new.replace(self._checkpoint)  # at once: an interruption leaves the old one
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _copied(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(device, copy=True)
     if isinstance(value, dict):
-        return {key: _to(entry, device) for key, entry in value.items()}
-    return [_to(entry, device) for entry in value] if isinstance(value, list) else value
+        return {key: _copied(entry, device) for key, entry in value.items()}
+    return [_copied(entry, device) for entry in value] if isinstance(value, list) else value

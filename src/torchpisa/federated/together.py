@@ -1,7 +1,9 @@
 """Rounds of many clients at once: `torch.vmap` over the functions that one client runs."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tens
 from torchpisa.federated.client import Work
 from torchpisa.federated.lanes import Lanes, worthwhile
 from torchpisa.federated.local_work import FullGradient, Key
-from torchpisa.federated.objective import Data, Objective
+from torchpisa.federated.objective import Data, Objective, trainable
 from torchpisa.federated.replay import Replay
 
 __all__ = ["Together", "obstacle"]
@@ -27,24 +29,41 @@ def obstacle(algorithm: Algorithm, objective: Objective, data: Sequence[Data]) -
     for column in zip(*tensors, strict=True):
         if len({(t.shape[1:], t.dtype) for t in column}) > 1:
             return "the clients' samples differ in shape or dtype"
-    weights = {name: w.detach() for name, w in objective.model.named_parameters()}
+    if sum(len(targets) for _, targets in tensors) < 2:
+        return "there is only one sample"
+    weights = trainable(objective.model)
     device = next(iter(weights.values())).device
-    x, y = (torch.cat([t[:1], t[-1:]]).to(device) for t in tensors[0])
-    mask = torch.ones(2, len(y), device=device)
+    # From two clients, if there are two: a client's samples may be alike.
+    first = tensors[0] if len(tensors) > 1 else tuple(t[:-1] for t in tensors[0])
+    pair = [torch.cat([a[:1], b[-1:]]).to(device) for a, b in zip(first, tensors[-1], strict=True)]
     objective.model.train()
-    with torch.no_grad():
-        pair, single = objective.losses(weights, x, y), objective.losses(weights, x[:1], y[:1])
-    # Batches are padded, so a sample must not feel its neighbours; nor may a model be random.
-    if not torch.allclose(pair[:1], single, rtol=1e-3, atol=1e-5):
-        return "the loss of a sample depends on the others or on chance"
     try:
-        torch.vmap(lambda m: _summed_gradient(objective, weights, x, y, m))(mask)
+        return _mixing(objective, weights, *pair) or _unmappable(objective, weights, *pair)
+    except ValueError as error:  # such as that of a BatchNorm that is shown a single sample
+        return f"the model does not take single samples ({error})"
+
+
+def _mixing(objective: Objective, weights: Tensors, x: Tensor, y: Tensor) -> str | None:
+    """Batches are padded, so a sample must not feel its neighbours; nor may a model be random."""
+    with torch.no_grad():
+        both, single = objective.losses(weights, x, y), objective.losses(weights, x[:1], y[:1])
+    if torch.allclose(both[:1], single, rtol=1e-3, atol=1e-5):
+        return None
+    return "the loss of a sample depends on the others or on chance"
+
+
+def _unmappable(objective: Objective, weights: Tensors, x: Tensor, y: Tensor) -> str | None:
+    stacked = {name: torch.stack([w, w]) for name, w in weights.items()}
+    ones = torch.ones(2, 1, device=x.device)
+    try:
+        torch.vmap(partial(_summed_gradient, objective))(stacked, x[:, None], y[:, None], ones)
     except RuntimeError as error:  # what torch.vmap raises for what it does not know
         return f"torch.vmap cannot run the model ({error})"
     return None
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """Who takes which samples in a round.
 
     Attributes:
@@ -161,7 +180,10 @@ class Together:
             index[: len(plan), column][own] = torch.cat(plan) + self._offsets[client]
         work = Work(int(steps.sum()), sum(len(batch) for plan in plans for batch in plan))
         who = torch.tensor(clients, device="cpu")
-        return Plan(*(t.to(self._device) for t in (who, index, mask, steps.double())), work)
+        device = self._device
+        return Plan(
+            who.to(device), index.to(device), mask.to(device), steps.double().to(device), work
+        )
 
     def _run(self, down: Message, clients: list[int], plan: Plan) -> Message:
         who = plan.who

@@ -14,7 +14,7 @@ from torchpisa.federated.algorithms.base import (
     Tensors,
     zeros,
 )
-from torchpisa.federated.local_work import Epochs, LocalWork
+from torchpisa.federated.local_work import Epochs, LocalWork, check_local
 
 __all__ = ["FedAvg", "FedNova", "FedProx", "Scaffold"]
 
@@ -34,6 +34,7 @@ class LocalSGD(Algorithm):
         check_range("weight_decay", self.weight_decay, 0, high_open=True)
         check_range("server_lr", self.server_lr, 0, low_open=True, high_open=True)
         check_range("lr_decay", self.lr_decay, 0, 1, low_open=True)
+        check_local(self.local)
 
     def start(self, weights: Tensors) -> ServerState:
         return ServerState(weights, {}, {"lr": self.lr})

@@ -25,7 +25,7 @@ from torchpisa.federated.algorithms.base import (
     Tensors,
     zeros,
 )
-from torchpisa.federated.local_work import FullGradient, LocalWork
+from torchpisa.federated.local_work import FullGradient, LocalWork, check_local
 from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import Hessian, LocalProblem, Preconditioner, SecondMoment
 
@@ -50,6 +50,7 @@ class Penalised(Algorithm):
             check_range("gamma", self.gamma, 0, 1, low_open=True)
         check_range("weight_decay", self.weight_decay, 0, high_open=True)
         check_range("consensus_decay", self.consensus_decay, 0, high_open=True)
+        check_local(self.local)
 
     def solver(self) -> Preconditioner:
         """What solves the local problem."""
@@ -58,6 +59,8 @@ class Penalised(Algorithm):
     # The server
 
     def start(self, weights: Tensors) -> ServerState:
+        if not self.needs_loss:
+            self.solver().check(list(weights.values()))
         return ServerState(weights, {"dual": zeros(weights)}, {"sigma": self.sigma})
 
     def open(self, server: ServerState) -> ServerState:
@@ -155,7 +158,7 @@ class PISA(Penalised):
 
     Args:
         preconditioner: \(Q_i\), one for all parameters. One that needs the loss (`Hessian`) sees
-            it, and clients then run in turn.
+            it; its clients run in turn, with all samples of a local step in memory at once.
         sigma: \(\sigma^0 > 0\), the penalty, the same for all clients.
         rho: \(\rho \ge 0\), the weight of the preconditioner.
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
@@ -167,6 +170,14 @@ class PISA(Penalised):
     """
 
     preconditioner: Preconditioner
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.preconditioner, Preconditioner):
+            raise TypeError(
+                "preconditioner must be one of torchpisa.preconditioners, or your own subclass of "
+                f"Preconditioner, got {self.preconditioner!r}"
+            )
 
     def solver(self) -> Preconditioner:
         return self.preconditioner
