@@ -1,5 +1,6 @@
 """One client's round: its local steps, and what it sends."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tens
 from torchpisa.federated.local_work import Key
 from torchpisa.federated.objective import Data, Objective, size, take
 
-__all__ = ["Work", "local_round"]
+__all__ = ["Work", "local_round", "mean_gradient"]
 
 
 class Work(NamedTuple):
@@ -59,7 +60,7 @@ def local_round(
             grad, point, evaluated = objective.graph(point, *batch)
             algorithm.observe(*evaluated)
         else:
-            grad = _mean_gradient(objective, point, data, index, algorithm.local.chunk)
+            grad = _gradient(objective, point, data, index, algorithm.local.chunk)
         with torch.no_grad():
             carry = algorithm.step(down, memory, carry, grad, point)
     steps = torch.tensor(float(len(plan)), dtype=torch.float64, device="cpu")
@@ -67,14 +68,27 @@ def local_round(
     return up, memory, Work(len(plan), sum(len(index) for index in plan))
 
 
-def _mean_gradient(
+def mean_gradient(
+    objective: Objective, point: Tensors, inputs: Tensor, targets: Tensor, chunk: int
+) -> Tensors:
+    """The gradient of the mean loss, accumulated over chunks."""
+    parts = zip(torch.split(inputs, chunk), torch.split(targets, chunk), strict=True)
+    return _accumulated((objective.gradient(point, *part) for part in parts), len(targets))
+
+
+def _gradient(
     objective: Objective, point: Tensors, data: Data, index: Tensor, chunk: int
 ) -> Tensors:
+    """The same for samples that are fetched chunk by chunk."""
+    parts = (take(data, part, _device(point)) for part in torch.split(index, chunk))
+    return _accumulated((objective.gradient(point, *part) for part in parts), len(index))
+
+
+def _accumulated(sums: Iterable[Tensors], count: int) -> Tensors:
     total: Tensors = {}
-    for part in torch.split(index, chunk):
-        grad = objective.gradient(point, *take(data, part, _device(point)))
+    for grad in sums:
         total = {name: total[name] + g for name, g in grad.items()} if total else grad
-    return {name: g / len(index) for name, g in total.items()}
+    return {name: g / count for name, g in total.items()}
 
 
 def _device(weights: Tensors) -> torch.device:

@@ -1,6 +1,8 @@
 """Calling a function of tensors again without the host: CUDA graphs."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,10 +20,8 @@ class Replay:
     runs the function.
     """
 
-    def __init__(self, function: Callable[..., Any], pool: Any = None) -> None:
-        """`pool` is memory shared with other functions, which are then never to run at once."""
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._pool = pool
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Any]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -49,7 +49,7 @@ class Replay:
                 self._function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _no_garbage_collection(), torch.cuda.graph(graph):
             outputs = self._function(*arguments)
         return graph, inputs, outputs
 
@@ -57,3 +57,16 @@ class Replay:
     def keep(outputs: Any) -> Any:
         """A copy that later calls leave alone."""
         return cast(Any, tree_map(torch.clone, outputs))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Memory of the device that is freed while a graph is recorded breaks the recording."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

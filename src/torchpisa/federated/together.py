@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors
-from torchpisa.federated.client import Work
-from torchpisa.federated.lanes import Lanes, worthwhile
+from torchpisa.federated.client import Work, mean_gradient
 from torchpisa.federated.local_work import FullGradient, Key
 from torchpisa.federated.objective import Data, Objective, trainable
 from torchpisa.federated.replay import Replay
 
 __all__ = ["Together", "obstacle"]
+
+LARGE = 512  # samples of a client from which on its own kernels fill a GPU
 
 
 def obstacle(algorithm: Algorithm, objective: Objective, data: Sequence[Data]) -> str | None:
@@ -108,20 +110,19 @@ class Together:
         self._objective = objective
         self._device = next(iter(weights.values())).device
         self._sizes = [len(targets) for _, targets in data]
-        self._offsets = torch.tensor([0, *self._sizes], device="cpu").cumsum(0)
-        self._inputs, self._targets = (
+        self._offsets = list(accumulate(self._sizes, initial=0))
+        self._data = [
             torch.cat([tensor.to(self._device) for tensor in column])
             for column in zip(*data, strict=True)
-        )
+        ]
         self._fixed: tuple[list[int], Plan] | None = None
         self._keys: list[Key] = [(seed, str(client)) for client in range(len(data))]
         self._alphas = alphas.to(self._device)
         self._at_once = at_once
-        self._lanes: Lanes | None = None
-        if isinstance(algorithm.local, FullGradient) and worthwhile(self._device, self._sizes):
-            columns = (torch.split(t, self._sizes) for t in (self._inputs, self._targets))
-            pairs = list(zip(*columns, strict=True))
-            self._lanes = Lanes(objective, pairs, algorithm.local.chunk)
+        # On a GPU large batches are better run one after the other: stacking them would pad all to
+        # the largest, and per-client gradients of convolutions have slow kernels.
+        large = sum(self._sizes) >= LARGE * len(data) and self._device.type == "cuda"
+        self._one_by_one = large and isinstance(algorithm.local, FullGradient)
         memory = algorithm.remember(weights)
         self.memory: Fields = tree_map(lambda t: t.expand(len(data), *t.shape).clone(), memory)
         self._vmapped: dict[str, Any] = {
@@ -191,12 +192,12 @@ class Together:
         carry = self._vmapped["begin"](down, memory, who)
         width = max(1, self._algorithm.local.chunk // len(clients))
         for step, (own, counted) in enumerate(zip(plan.index, plan.mask, strict=True)):
-            if step == 0 and self._lanes is not None:
-                grad = self._lanes.gradients(down.tensors["weights"], clients)
+            if step == 0 and self._one_by_one:
+                grad = self._mean_gradients(down.tensors["weights"], clients)
                 carry = self._vmapped["apply"](down, memory, carry, grad, torch.ones_like(who))
             elif own.shape[1] <= width:
                 name = "first" if step == 0 else "later"
-                batch = self._inputs[own], self._targets[own], counted
+                batch = *(t[own] for t in self._data), counted
                 carry = self._vmapped[name](down, memory, carry, *batch)
             else:
                 carry = self._accumulate(down, memory, carry, own, counted, width)
@@ -208,6 +209,16 @@ class Together:
                 self.memory[kind][name][who] = tensor
         return update
 
+    def _mean_gradients(self, weights: Tensors, clients: list[int]) -> Tensors:
+        """Gradients of all data of each client at one point, stacked."""
+        rows = []
+        for client in clients:
+            own = slice(self._offsets[client], self._offsets[client + 1])
+            x, y = (t[own] for t in self._data)
+            chunk = self._algorithm.local.chunk
+            rows.append(mean_gradient(self._objective, weights, x, y, chunk))
+        return {name: torch.stack([row[name] for row in rows]) for name in weights}
+
     def _accumulate(
         self, down: Message, memory: Fields, carry: Fields, own: Tensor, counted: Tensor, width: int
     ) -> Fields:
@@ -215,7 +226,7 @@ class Together:
         total: Tensors = {}
         parts = zip(torch.split(own, width, 1), torch.split(counted, width, 1), strict=True)
         for part, weight in parts:
-            batch = self._inputs[part], self._targets[part], weight
+            batch = *(t[part] for t in self._data), weight
             grad = self._vmapped["gradient"](down, carry["moved"], *batch)
             total = {k: total[k] + g for k, g in grad.items()} if total else Replay.keep(grad)
         return cast(Fields, self._vmapped["apply"](down, memory, carry, total, counted.sum(1)))
