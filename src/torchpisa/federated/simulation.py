@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -274,8 +273,7 @@ class Simulation:
     def _setting(self) -> dict[str, Any]:
         shapes = {name: tuple(w.shape) for name, w in self.server.weights.items()}
         return {
-            # Functions and the like have an address in their name, which changes.
-            "algorithm": re.sub(r" at 0x[0-9a-f]+", "", repr(self.algorithm)),
+            "algorithm": self.algorithm.fingerprint,
             "model": shapes,
             "sizes": self._sizes,
             "seed": self._seed,

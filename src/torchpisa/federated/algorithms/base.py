@@ -1,5 +1,6 @@
 """What a federated algorithm is: a server's half and a client's half, as pure functions."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,12 @@ class Algorithm(ABC):
 
     local: LocalWork
     weight_decay: float
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells two settings apart, the same in every process."""
+        # Functions and the like have an address in their name, which changes.
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
 
     # The server
 

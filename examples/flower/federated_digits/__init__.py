@@ -1,0 +1,1 @@
+"""Federated training on Flower. What to adapt is in task.py."""

@@ -1,0 +1,13 @@
+"""Federated training on many machines, with Flower (`pip install torchpisa[flower]`).
+
+The server runs a `FederatedStrategy`, every client a `client_app`; both take the same algorithm of
+`torchpisa.federated`. Clients keep their memory (duals, moments, control variates), the server
+keeps its sum, and both survive being killed. See the page on Flower.
+"""
+
+from torchpisa.federated.flower.client import client_app
+from torchpisa.federated.flower.screen import Screen
+from torchpisa.federated.flower.strategy import FederatedStrategy
+from torchpisa.federated.flower.wire import arrays, load_arrays
+
+__all__ = ["FederatedStrategy", "Screen", "arrays", "client_app", "load_arrays"]

@@ -1,0 +1,197 @@
+"""A client: a `ClientApp` made of a model, data and an algorithm."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from torchpisa.federated.algorithms import base
+from torchpisa.federated.algorithms.base import Algorithm, Fields, Tensors
+from torchpisa.federated.client import Work, local_round
+from torchpisa.federated.flower.memory import FolderStore, RunStore, Store
+from torchpisa.federated.flower.wire import (
+    HEAD,
+    arrays_of,
+    entry,
+    fields,
+    load_arrays,
+    numbers,
+    records,
+)
+from torchpisa.federated.objective import Data, Loss, Objective, cross_entropy, size, trainable
+
+__all__ = ["Evaluate", "client_app"]
+
+Evaluate = Callable[[nn.Module, Data], Mapping[str, float]]
+"""From the model with the global weights and the client's data to numbers by name."""
+
+Folder = str | os.PathLike[str] | None
+
+
+def client_app(
+    model: Callable[[], nn.Module],
+    data: Callable[[Context], Data],
+    algorithm: Algorithm | Callable[[Context], Algorithm],
+    *,
+    loss: Loss = cross_entropy,
+    folder: Folder | Callable[[Context], Folder] = None,
+    evaluate: Evaluate | None = None,
+) -> ClientApp:
+    """The `ClientApp` of a federated training, whatever its algorithm.
+
+    A client's name is `name` of its node config or else `partition-id`, which simulations set.
+    Name and number of samples must not change during a training.
+
+    Args:
+        model: builds the network, on the device to train on. Initial weights come from the
+            server, except for parameters that require no gradient: those stay as built.
+        data: loads what this client has: `(inputs, targets)`, or a map-style dataset of such
+            pairs. Called once per process and client.
+        algorithm: that of the server, or a function that reads it from `context.run_config`. If
+            the two differ, the client refuses to train.
+        loss: from outputs and targets to one loss per sample.
+        folder: where the client keeps its memory (duals, moments, control variates) between
+            rounds; a path, or a function of the context. Without one it is kept in Flower's
+            `context.state`, which is lost with the SuperNode or the run: good for simulations.
+        evaluate: measures the global model on the client's data when the server asks for it.
+
+    Returns:
+        An app that answers `train`, `query` and `evaluate` messages of `FederatedStrategy`.
+    """
+    client = _Client(model, data, algorithm, loss, folder, evaluate)
+    app = ClientApp()
+    app.train()(client.train)
+    app.query()(client.introduce)
+    app.evaluate()(client.measure)
+    return app
+
+
+@dataclass
+class _Client:
+    """What `client_app` was given; model and data are loaded once per process."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[Context], Data]
+    algorithm: Algorithm | Callable[[Context], Algorithm]
+    loss: Loss
+    folder: Folder | Callable[[Context], Folder]
+    evaluate: Evaluate | None
+    _objective: Objective | None = None
+    _data: dict[str, Data] = field(default_factory=dict)
+
+    def introduce(self, message: Message, context: Context) -> Message:
+        """Tell the server who this is and how many samples it has."""
+        name = client_name(context)
+        head = ConfigRecord({"name": name, "samples": size(self._load(name, context))})
+        return Message(RecordDict({HEAD: head}), reply_to=message)
+
+    def train(self, message: Message, context: Context) -> Message:
+        """One round."""
+        content, name = message.content, client_name(context)
+        algorithm = self._agreed(content, context)
+        iteration = int(entry(content, "iteration", int))
+        accepted = int(entry(content, "accepted", int))
+        down = self._read(content)
+        weights = down.tensors["weights"]
+
+        def fresh() -> Fields:
+            return algorithm.remember(weights)
+
+        store = self._store(content, context, name, fresh)
+        memory = None if store is None else store.load()
+        known = None if memory is None else memory.settle(accepted, iteration)
+        update, new, work = local_round(
+            algorithm,
+            self._network(),
+            self._load(name, context),
+            down,
+            fresh() if known is None else _to(known, weights),
+            key=(int(entry(content, "seed", int)), name),
+            iteration=iteration,
+        )
+        if store is not None and memory is not None:
+            # Before the answer: what the server may count must not be lost.
+            memory.wait(new, iteration)
+            store.save(memory)
+        return Message(_answer(update, work, name, iteration), reply_to=message)
+
+    def measure(self, message: Message, context: Context) -> Message:
+        """Evaluate the global model on the client's data."""
+        if self.evaluate is None:
+            raise ValueError("the server asks for an evaluation, but client_app got no evaluate")
+        model = self._network().model
+        weights = self._read(message.content).tensors["weights"]
+        load_arrays(model, arrays_of(weights))
+        model.eval()
+        with torch.no_grad():
+            found = self.evaluate(model, self._load(client_name(context), context))
+        metrics = MetricRecord({name: float(value) for name, value in found.items()})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    def _agreed(self, content: RecordDict, context: Context) -> Algorithm:
+        given = self.algorithm
+        algorithm = given if isinstance(given, Algorithm) else given(context)
+        here, there = algorithm.fingerprint, entry(content, "algorithm", str)
+        if here != there:
+            raise ValueError(f"algorithm must be that of the server, {there}, got {here}")
+        return algorithm
+
+    def _read(self, content: RecordDict) -> base.Message:
+        """The server's broadcast, on the device of the model."""
+        parameters = trainable(self._network().model)
+        like = {name: parameters for name in content.array_records}
+        if "weights" not in like:
+            raise ValueError(f"a message must hold 'weights', got {list(like)}")
+        tensors = {
+            kind: {name: t.to(parameters[name].device) for name, t in values.items()}
+            for kind, values in fields(content, like).items()
+        }
+        return base.Message(tensors, numbers(content))
+
+    def _store(
+        self, content: RecordDict, context: Context, name: str, fresh: Callable[[], Fields]
+    ) -> Store | None:
+        if not fresh():
+            return None  # an algorithm whose clients remember nothing
+        folder = self.folder(context) if callable(self.folder) else self.folder
+        if folder is None:
+            return RunStore(context, fresh)
+        return FolderStore(Path(folder), str(entry(content, "training", str)), name)
+
+    def _network(self) -> Objective:
+        if self._objective is None:
+            self._objective = Objective(self.model(), self.loss)
+        return self._objective
+
+    def _load(self, name: str, context: Context) -> Data:
+        if name not in self._data:
+            self._data[name] = self.data(context)
+        return self._data[name]
+
+
+def client_name(context: Context) -> str:
+    """Who a client is: its node id changes when it is restarted without a key."""
+    for key in ("name", "partition-id"):
+        if key in context.node_config:
+            return str(context.node_config[key])
+    raise ValueError(
+        "a SuperNode must be started with name=... or partition-id=... in --node-config, got "
+        f"{dict(context.node_config)}"
+    )
+
+
+def _answer(update: base.Message, work: Work, name: str, iteration: int) -> RecordDict:
+    return records(update, {"name": name, "iteration": iteration, **work._asdict()})
+
+
+def _to(memory: Fields, weights: Tensors) -> Fields:
+    device = next(iter(weights.values())).device
+    return {
+        kind: {name: tensor.to(device) for name, tensor in tensors.items()}
+        for kind, tensors in memory.items()
+    }

@@ -1,0 +1,224 @@
+"""Between our messages and Flower's records. What comes from the network is not believed.
+
+Flower stores and sends every array of a message as objects of their own, one request each and
+several times over, so the tensors of a field travel as one flat array per dtype. The record `HEAD`
+says how they are laid out, and carries everything else that a message is about.
+"""
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, ConfigRecordValues, RecordDict
+from torch import Tensor, nn
+
+from torchpisa.federated.algorithms.base import Fields, Message, Tensors
+from torchpisa.federated.objective import trainable
+
+__all__ = [
+    "HEAD",
+    "PayloadError",
+    "arrays",
+    "arrays_of",
+    "entry",
+    "fields",
+    "head",
+    "load_arrays",
+    "numbers",
+    "records",
+    "tensors_of",
+    "weight",
+]
+
+HEAD = "torchpisa"
+"""The record that says what a message is about."""
+
+_LAYOUT, _NUMBER = "layout.", "number."
+
+_DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+Layout = list[tuple[str, str, list[int]]]
+"""Name, dtype and shape of each tensor of a field."""
+
+
+class PayloadError(ValueError):
+    """What came from the network cannot be used; the message says why."""
+
+
+def arrays(model: nn.Module) -> ArrayRecord:
+    """The trained parameters of a model: the `initial_arrays` of `FederatedStrategy.start`."""
+    return arrays_of(trainable(model))
+
+
+def load_arrays(model: nn.Module, record: ArrayRecord) -> nn.Module:
+    """Put arrays into the parameters of a model, for an `evaluate_fn`; returns the model."""
+    values = tensors_of(record)
+    _same_layout(_layout(values), trainable(model))
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+    return model
+
+
+def arrays_of(tensors: Tensors) -> ArrayRecord:
+    """Tensors by name, one of Flower's arrays each."""
+    _layout(tensors)  # checks the dtypes
+    return ArrayRecord({name: Array(_numpy(tensor)) for name, tensor in tensors.items()})
+
+
+def tensors_of(record: ArrayRecord) -> Tensors:
+    """The other way round, for records of our own."""
+    return dict(record.to_torch_state_dict())
+
+
+def records(message: Message, about: Mapping[str, str | int]) -> RecordDict:
+    """A message of an algorithm as the content of one of Flower's.
+
+    Args:
+        message: tensors and numbers.
+        about: further entries of the head.
+    """
+    found: dict[str, ConfigRecordValues] = dict(about)
+    found |= {_NUMBER + name: float(value) for name, value in message.numbers.items()}
+    found |= {_LAYOUT + kind: json.dumps(_layout(t)) for kind, t in message.tensors.items()}
+    content = RecordDict({kind: _flat(tensors) for kind, tensors in message.tensors.items()})
+    content[HEAD] = ConfigRecord(found)
+    return content
+
+
+def _layout(tensors: Tensors) -> Layout:
+    found = []
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise TypeError(f"{name!r} must be one of {', '.join(_DTYPES)}, got {dtype}")
+        found.append((name, dtype, list(tensor.shape)))
+    return found
+
+
+def _flat(tensors: Tensors) -> ArrayRecord:
+    parts: dict[str, list[Tensor]] = {}
+    for name, dtype, _ in _layout(tensors):
+        parts.setdefault(dtype, []).append(tensors[name].detach().flatten())
+    return ArrayRecord({dtype: Array(_numpy(torch.cat(part))) for dtype, part in parts.items()})
+
+
+def _numpy(tensor: Tensor) -> "np.ndarray[Any, Any]":
+    return tensor.detach().cpu().contiguous().numpy()
+
+
+def fields(content: RecordDict, like: Fields) -> Fields:
+    """The tensors of a message, which must be those of `like` by name, shape and dtype."""
+    found = content.array_records
+    missing, extra = like.keys() - found.keys(), found.keys() - like.keys()
+    if missing or extra:
+        raise PayloadError(f"records {_list(missing)} are missing and {_list(extra)} are unknown")
+    result = {}
+    for kind, tensors in like.items():
+        layout = _read_layout(str(entry(content, _LAYOUT + kind, str)))
+        _same_layout(layout, tensors)
+        result[kind] = _cut(found[kind], layout)
+    return result
+
+
+def _read_layout(text: str) -> Layout:
+    try:
+        return [
+            (str(name), str(dtype), [int(n) for n in shape])
+            for name, dtype, shape in json.loads(text)
+        ]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise PayloadError(f"the layout cannot be read: {error}") from error
+
+
+def _same_layout(layout: Layout, like: Tensors) -> None:
+    names = [name for name, _, _ in layout]
+    missing, extra = like.keys() - set(names), set(names) - like.keys()
+    if missing or extra:
+        raise PayloadError(
+            f"parameters {_list(missing)} are missing and {_list(extra)} are not of the model"
+        )
+    if len(set(names)) != len(names):
+        raise PayloadError(f"a parameter is there twice: {_list(names)}")
+    for name, dtype, shape in layout:
+        if shape != list(like[name].shape):
+            raise PayloadError(f"{name!r} must have shape {list(like[name].shape)}, got {shape}")
+        if _DTYPES.get(dtype) != like[name].dtype:
+            raise PayloadError(f"{name!r} must be {like[name].dtype}, got {dtype}")
+
+
+def _cut(record: ArrayRecord, layout: Layout) -> Tensors:
+    """The tensors in a field; its layout has been checked."""
+    counts: dict[str, int] = {}
+    for _, dtype, shape in layout:
+        counts[dtype] = counts.get(dtype, 0) + int(np.prod(shape, dtype=np.int64))
+    if counts.keys() != record.keys():
+        raise PayloadError(f"arrays must be {list(counts)}, got {_list(record)}")
+    rest = {dtype: _array(record[dtype], dtype, count) for dtype, count in counts.items()}
+    result = {}
+    for name, dtype, shape in layout:
+        count = int(np.prod(shape, dtype=np.int64))
+        result[name], rest[dtype] = rest[dtype][:count].reshape(shape), rest[dtype][count:]
+    return result
+
+
+def _array(array: Array, dtype: str, count: int) -> Tensor:
+    """Read an .npy file without trusting what it says about its size."""
+    stream = io.BytesIO(array.data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"version {version}")
+        shape, _, kind = np.lib.format.read_array_header_1_0(stream)
+    except Exception as error:  # the parser of the header raises what it likes
+        raise PayloadError(f"the array cannot be read: {error}") from error
+    if kind != np.dtype(dtype):  # in the order of its bytes, too
+        raise PayloadError(f"the array must be {dtype}, got {kind}")
+    rest = array.data[stream.tell() :]
+    if shape != (count,) or len(rest) != count * kind.itemsize:
+        raise PayloadError(
+            f"the array must have {count} entries, got shape {shape} in {len(rest)} bytes"
+        )
+    return torch.from_numpy(np.frombuffer(bytearray(rest), dtype=kind))
+
+
+def head(content: RecordDict) -> ConfigRecord:
+    """What a message is about."""
+    found = content.config_records.get(HEAD)
+    if found is None:
+        raise PayloadError(f"record {HEAD!r} is missing")
+    return found
+
+
+def entry(content: RecordDict, name: str, kind: type[str] | type[int]) -> str | int:
+    """An entry of the head of a message."""
+    value = head(content).get(name)
+    if type(value) is not kind:
+        raise PayloadError(f"{name!r} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def numbers(content: RecordDict) -> dict[str, float]:
+    """The numbers of a message."""
+    found = {}
+    for name, value in head(content).items():
+        if not name.startswith(_NUMBER):
+            continue
+        if not isinstance(value, (int, float)):
+            raise PayloadError(f"{name!r} must be a number, got {value!r}")
+        found[name.removeprefix(_NUMBER)] = float(value)
+    return found
+
+
+def weight(content: RecordDict) -> int:
+    """Bytes of the arrays of a message, whatever they are."""
+    kept = content.array_records.values()
+    return sum(len(array.data) for record in kept for array in record.values())
+
+
+def _list(names: Any) -> str:
+    shown = sorted(map(str, names))
+    return f"{shown}" if len(shown) <= 5 else f"{shown[:5]} and {len(shown) - 5} more"

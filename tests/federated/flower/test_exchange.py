@@ -1,0 +1,118 @@
+"""Collecting answers: never without a limit, and one that is broken harms nobody else."""
+
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from flwr.app import ConfigRecord
+
+from tests.federated.flower.fake import SETTING, FakeGrid, app, federation, model, strategy
+from torchpisa.federated.flower import arrays
+from torchpisa.federated.flower.exchange import exchange
+from torchpisa.federated.flower.screen import Screen
+from torchpisa.federated.flower.tally import Tally
+
+
+class Mailbox:
+    """Messages are their own ids; the answer to one comes after so many looks."""
+
+    def __init__(self, answers):
+        self.answers = answers
+        self.looks = dict.fromkeys(answers, 0)
+        self.requests = []
+
+    def push_messages(self, messages):
+        return [message if message in self.answers else None for message in messages]
+
+    def pull_messages(self, ids):
+        self.requests.append(list(ids))
+        found = []
+        for message_id in ids:
+            self.looks[message_id] += 1
+            answer = self.answers[message_id]
+            if isinstance(answer, Exception):
+                raise answer
+            if answer is not None and self.looks[message_id] > answer:
+                metadata = SimpleNamespace(reply_to_message_id=message_id)
+                found.append(SimpleNamespace(metadata=metadata))
+        return found
+
+
+def answered(grid, messages=None, seconds=0.2):
+    replies = exchange(grid, messages or list(grid.answers), seconds, 0.01)
+    return [reply.metadata.reply_to_message_id for reply in replies]
+
+
+def test_answers_come_as_they_are_ready():
+    assert answered(Mailbox({"a": 2, "b": 0, "c": 1})) == ["b", "c", "a"]
+
+
+def test_time_is_limited():
+    start = time.monotonic()
+    assert answered(Mailbox({"a": 0, "b": None}), seconds=0.1) == ["a"]
+    assert 0.1 <= time.monotonic() - start < 2
+
+
+def test_one_that_cannot_be_decoded():
+    assert answered(Mailbox({"a": 0, "b": ValueError("junk"), "c": 1})) == ["a", "c"]
+
+
+def test_superlink_that_cannot_be_reached_is_an_error():
+    with pytest.raises(httpx.ConnectError):
+        answered(Mailbox({"a": httpx.ConnectError("gone")}))
+
+
+def test_message_that_is_not_taken():
+    message = SimpleNamespace(metadata=SimpleNamespace(dst_node_id=7))
+    grid = Mailbox({"a": 0})
+    grid.push_messages = lambda messages: [m if m == "a" else None for m in messages]
+    assert answered(grid, ["a", message]) == ["a"]
+
+
+def test_few_requests_for_many_clients():
+    grid = Mailbox({f"{i}": 0 for i in range(95)})
+    assert len(answered(grid)) == 95
+    assert len(grid.requests) <= 20
+
+
+def test_updates_are_not_held_once_there_is_a_comparison():
+    server = strategy()
+    grid = federation(None)
+    server.start(grid, arrays(model()), 1)
+    messages = server.configure_train(2, arrays(model()), ConfigRecord(), grid)
+    ids = grid.push_messages(messages)
+    shares = {name: 0.25 for name in server.clients}
+    for screen, held in ((Screen(), 4), (server._screen, 0)):
+        tally = Tally(SETTING, server._opened, screen, shares)
+        for name, message_id in zip("0123", ids, strict=True):
+            tally.take(name, *_again(grid, message_id))
+        assert len(tally._held) == held
+        assert tally.close()[1] == 1.0
+        assert sorted(tally.present) == ["0", "1", "2", "3"]
+
+
+def _again(grid, message_id):
+    replies = grid.pull_messages([message_id])
+    grid._replies[message_id] = replies[0]
+    return replies
+
+
+def test_config_and_lifetime_of_messages():
+    grid, server = federation(None), strategy(deadline=7.0)
+    server.start(grid, arrays(model()), 1, train_config=ConfigRecord({"depth": 3}))
+    message = grid.sent[-1]
+    assert message.content["config"]["depth"] == 3
+    assert message.metadata.ttl == 67.0
+    assert message.metadata.group_id == "1"
+
+
+def test_name_of_a_client(caplog):
+    grid = FakeGrid()
+    grid.add(0, app(SETTING), "0", name="clinic")
+    grid.add(1, app(SETTING), "1")
+    del grid.nodes[1][1].node_config["partition-id"]
+    server = strategy(clients=1)
+    server.start(grid, arrays(model()), 1)
+    assert list(server.clients) == ["clinic"]
+    assert "must be started with name=... or partition-id=..." in caplog.text

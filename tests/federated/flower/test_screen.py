@@ -1,0 +1,309 @@
+"""Payloads that must not reach the global model."""
+
+import json
+import math
+import re
+
+import flwr.app
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from tests.federated.flower.fake import SETTING, federation, model, strategy
+from torchpisa.federated import FedAvg, FedNova, Scaffold
+from torchpisa.federated.algorithms import Message
+from torchpisa.federated.flower import Screen, arrays
+from torchpisa.federated.flower.screen import sizes, template
+from torchpisa.federated.flower.wire import PayloadError, entry, fields, numbers, records
+
+HEAD, LAYOUT, FLAT = "torchpisa", "layout.delta", "float32"
+
+
+def array(new):
+    """Replaces the array of all entries."""
+
+    def forge(content):
+        content["delta"][FLAT] = new(content["delta"][FLAT])
+
+    return forge
+
+
+def entries(change):
+    """Changes the entries of the array."""
+    return array(lambda old: Array(change(old.numpy())))
+
+
+def value(number):
+    """Puts a number into one entry."""
+
+    def change(flat):
+        flat[7] = number
+        return flat
+
+    return entries(change)
+
+
+def scaled(factor):
+    """Multiplies all entries."""
+    return entries(lambda flat: flat * np.float32(factor))
+
+
+def layout(change, entries=lambda flat: flat):
+    """Changes what is said about the array, and the array."""
+
+    def forge(content):
+        found = json.loads(content[HEAD][LAYOUT])
+        changed = change(found)
+        content[HEAD][LAYOUT] = json.dumps(found if changed is None else changed)
+        content["delta"][FLAT] = Array(entries(content["delta"][FLAT].numpy()))
+
+    return forge
+
+
+def raw(data):
+    """Replaces the bytes of the array."""
+    return array(lambda old: Array(old.dtype, old.shape, old.stype, data(old.data)))
+
+
+def header(kind, shape):
+    """An array that says something about itself and holds nothing."""
+    text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return raw(lambda _: b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+
+
+def record(name, new=None):
+    """Removes or replaces a record."""
+
+    def forge(content):
+        if name in content:
+            del content[name]
+        if new is not None:
+            content[name] = new
+
+    return forge
+
+
+def head(**entries):
+    """Changes entries of the head; None removes one."""
+
+    def forge(content):
+        for name, new in entries.items():
+            content[HEAD].pop(name) if new is None else content[HEAD].update({name: new})
+
+    return forge
+
+
+ZEROS = Array(np.zeros(3, np.float32))
+FORGERIES = {
+    "nan": (value(math.nan), "is not finite"),
+    "inf": (value(-math.inf), "is not finite"),
+    "1e30": (value(1e30), "more than the ceiling"),
+    "overflow of the norm": (scaled(1e25), "more than the ceiling"),
+    "1e5 times too large": (scaled(1e5), "times the median"),
+    "wrong shape": (layout(lambda all: all[0][2].reverse()), "must have shape"),
+    "shape that is none": (layout(lambda all: all[0].__setitem__(2, [-4, -3])), "have shape"),
+    "missing parameter": (layout(lambda all: all[1:], lambda x: x[12:]), "'0.weight'.* missing"),
+    "missing entries": (entries(lambda x: x[12:]), "must have 31 entries"),
+    "extra parameter": (
+        layout(lambda all: [*all, ["mine", FLAT, [2]]], lambda x: np.append(x, x[:2])),
+        r"\['mine'\] are not of the model",
+    ),
+    "extra entries": (entries(lambda x: np.append(x, x[:2])), "must have 31 entries"),
+    "a parameter twice": (layout(lambda all: [*all, all[0]]), "is there twice"),
+    "other dtype": (layout(lambda all: all[0].__setitem__(1, "float64")), "must be torch.float32"),
+    "unknown dtype": (layout(lambda all: all[0].__setitem__(1, "junk")), "must be torch.float32"),
+    "float64": (entries(lambda x: x.astype(np.float64)), "must be float32, got float64"),
+    "integers": (entries(lambda x: x.astype(np.int32)), "must be float32"),
+    "big endian": (entries(lambda x: x.astype(">f4")), "must be float32"),
+    "complex": (entries(lambda x: x.astype(np.complex64)), "must be float32"),
+    "two dimensions": (entries(lambda x: x.reshape(1, -1)), "must have 31 entries"),
+    "scalar": (entries(lambda x: x[:1].reshape(())), "must have 31 entries"),
+    "garbage": (raw(lambda _: b"junk"), "cannot be read"),
+    "nothing": (raw(lambda _: b""), "cannot be read"),
+    "cut off": (raw(lambda data: data[:-4]), "in 120 bytes"),
+    "too long": (raw(lambda data: data + b"1234"), "in 128 bytes"),
+    "huge header": (header("<f4", "(99999999999,)"), "must have 31 entries"),
+    "objects": (header("|O", "(31,)"), "must be float32, got object"),
+    "layout that is none": (layout(lambda _: {"a": 1}), "layout cannot be read"),
+    "layout that is garbage": (head(**{LAYOUT: "[[["}), "layout cannot be read"),
+    "layout that is missing": (head(**{LAYOUT: None}), "'layout.delta' must be of type str"),
+    "no record": (record("delta"), r"records \['delta'\] are missing"),
+    "extra record": (record("weights", ArrayRecord({})), r"\['weights'\] are unknown"),
+    "other record": (record("delta", MetricRecord({"a": 1})), r"\['delta'\] are missing"),
+    "other arrays": (record("delta", ArrayRecord({"float16": ZEROS})), "arrays must be"),
+    "no head": (record(HEAD), "'torchpisa' is missing"),
+    "strange head": (head(iteration="x"), "'iteration' must be of type int, got 'x'"),
+    "extra number": (head(**{"number.sigma": 1.0}), r"numbers must be \[\], got \['sigma'\]"),
+    "strange number": (head(**{"number.sigma": "x"}), "must be a number, got 'x'"),
+    "another client": (head(name="0"), "update 3 of client '0', not update 3"),
+    "another round": (head(iteration=0), "update 0 of client '1', not update 3"),
+}
+
+
+def forged(forge, iterations):
+    """A trick of a client that lies in some rounds."""
+
+    def trick(message, answer):
+        reply = answer()
+        if message.metadata.message_type != "train":
+            return reply
+        if message.content["torchpisa"]["iteration"] in iterations:
+            forge(reply.content)
+        return reply
+
+    return trick
+
+
+def train(folder, rounds=6, absent=(), forge=None, iterations=(3,)):
+    grid, server = federation(folder / "clients"), strategy()
+    if forge is not None:
+        grid.tricks[1] = forged(forge, iterations)
+
+    def evaluate(number, _):
+        grid.offline = {1} if number in absent else set()
+
+    server.start(grid, arrays(model()), rounds, evaluate_fn=evaluate)
+    return server
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Client 1 is not there in iteration 3."""
+    return train(tmp_path_factory.mktemp("reference"), absent=[3])
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_forged_update_is_as_good_as_none(kind, reference, tmp_path, caplog):
+    forge, reason = FORGERIES[kind]
+    server = train(tmp_path, forge=forge)
+    for name, weight in server.server.weights.items():
+        assert torch.equal(weight, reference.server.weights[name])
+        assert torch.equal(
+            server.server.memory["dual"][name], reference.server.memory["dual"][name]
+        )
+    assert [list(entry.rejected) for entry in server.rounds] == [[], [], [], ["1"], [], []]
+    (line,) = [r.getMessage() for r in caplog.records if "is rejected" in r.getMessage()]
+    assert "client '1'" in line
+    assert re.search(reason, line), line
+
+
+@pytest.mark.parametrize("factor", [1e5, 1e25])
+def test_first_round(factor, tmp_path):
+    """With nothing to compare with but the others of the same round."""
+    server = train(tmp_path / "b", forge=scaled(factor), iterations=(0, 1))
+    assert [list(entry.rejected) for entry in server.rounds[:3]] == [["1"], ["1"], []]
+    assert len(server.rounds[2].present) == 4
+
+
+def test_garbage_instead_of_content(tmp_path):
+    grid, server = federation(tmp_path), strategy()
+
+    def trick(message, answer):
+        if message.metadata.message_type == "query":
+            return answer()
+        return flwr.app.Message(RecordDict(), reply_to=message)
+
+    grid.tricks[1] = trick
+    server.start(grid, arrays(model()), 2)
+    assert [entry.absent for entry in server.rounds] == [["1"], ["1"]]
+
+
+@pytest.mark.parametrize("norm", [math.nan, 1e30, 1e7])
+def test_numbers_are_screened_too(norm):
+    algorithm = FedNova(lr=0.1)
+    grid, server = federation(None, algorithm=algorithm), strategy(algorithm=algorithm)
+
+    def forge(content):
+        content[HEAD]["number.norm"] = norm
+
+    grid.tricks[1] = forged(forge, range(10))
+    server.start(grid, arrays(model()), 3)
+    assert [list(entry.rejected) for entry in server.rounds] == [["1"]] * 3
+
+
+@pytest.mark.parametrize("answer", [{"name": 3}, {"name": "x", "samples": 0}, {"samples": 5}, {}])
+def test_bad_introduction(answer):
+    grid, server = federation(None), strategy(clients=3)
+
+    def trick(message, honest):
+        return flwr.app.Message(RecordDict({"torchpisa": ConfigRecord(answer)}), reply_to=message)
+
+    grid.tricks[1] = trick
+    server.start(grid, arrays(model()), 1)
+    assert sorted(server.clients) == ["0", "2", "3"]
+
+
+def test_screen_follows_a_jump_that_all_share():
+    screen = Screen(rounds=3)
+    screen.close([{"delta": 1.0}] * 4)
+    assert "more than 1000 times the median of 1" in screen.complaint({"delta": 1e6}, [])
+    for _ in range(3):
+        screen.close([{"delta": 1e6}] * 4)
+    assert screen.complaint({"delta": 1e6}, []) is None
+
+
+def test_screen_with_few_clients():
+    screen = Screen()
+    assert not screen.knows
+    pair = [{"delta": 1.0}, {"delta": 1e9}]
+    assert screen.complaint(pair[0], pair) is None
+    assert screen.complaint(pair[1], pair) is not None
+    assert screen.complaint({"delta": 0.0}, [{"delta": 0.0}]) is None
+    assert screen.complaint({"delta": 5.0}, [{"delta": 0.0}, {"delta": 5.0}]) is None
+    assert screen.complaint({"delta": 1e13}, [{"delta": 1e13}]) is not None
+    assert screen.complaint({"delta": math.nan}, []) is not None
+
+
+def test_sizes_do_not_overflow():
+    update = template(SETTING, SETTING.start({"w": torch.zeros(4)}))
+    assert list(update.tensors) == ["delta"]
+    big = type(update)({"delta": {"w": torch.full((4,), 1e30)}}, {})
+    assert sizes(big)["delta"] == pytest.approx(2e30)
+
+
+@pytest.mark.parametrize("algorithm", [SETTING, FedAvg(lr=1.0), FedNova(lr=1.0), Scaffold(lr=1.0)])
+def test_template(algorithm):
+    server = algorithm.start({"w": torch.zeros(2, 3), "b": torch.zeros((), dtype=torch.float64)})
+    update = template(algorithm, server)
+    expected = {"Scaffold": ["moved", "control"], "SISA": ["delta"]}
+    assert list(update.tensors) == expected.get(type(algorithm).__name__, ["moved"])
+    for tensors in update.tensors.values():
+        assert tensors["w"].shape == (2, 3)
+        assert tensors["b"].dtype == torch.float64
+    assert list(update.numbers) == (["norm"] if isinstance(algorithm, FedNova) else [])
+
+
+def test_wire_round_trip():
+    tensors = {
+        "a": torch.randn(3, 4).T,
+        "scalar": torch.tensor(2.0, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "half": torch.ones(2, dtype=torch.float16),
+    }
+    sent = Message({"a": tensors, "b": tensors}, {"x": 0.5})
+    content = records(sent, {"name": "me"})
+    back = fields(content, sent.tensors)
+    assert all(torch.equal(back["b"][name], tensor) for name, tensor in tensors.items())
+    assert numbers(content) == {"x": 0.5}
+    assert entry(content, "name", str) == "me"
+    shuffled = dict(reversed(tensors.items()))
+    back = fields(content, {"a": shuffled, "b": tensors})
+    assert all(torch.equal(back["a"][name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(TypeError, match=r"'w' must be one of float16, .* got bfloat16"):
+        records(Message({"a": {"w": torch.ones(1, dtype=torch.bfloat16)}}, {}), {})
+    with pytest.raises(PayloadError, match="are missing"):
+        fields(content, {"a": tensors, "b": {"w": torch.ones(1)}})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"largest": 0.5}, "largest must be a number >= 1, got 0.5"),
+        ({"ceiling": 0}, "ceiling must be a number > 0, got 0"),
+        ({"rounds": 0}, "rounds must be an integer >= 1, got 0"),
+    ],
+)
+def test_screen_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        Screen(**options)
