@@ -1,4 +1,4 @@
-"""The demo: it runs, compares everyone, draws, and refuses bad options before it trains."""
+"""The demo and the other example on digits: they run, compare, draw, and refuse bad options."""
 
 import subprocess
 import sys
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[1] / "examples" / "digits.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DIGITS, FEDERATED = EXAMPLES / "digits.py", EXAMPLES / "federated.py"
+both = pytest.mark.parametrize("demo", [DIGITS, FEDERATED], ids=lambda path: path.stem)
 
 
 def run(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
@@ -14,14 +16,28 @@ def run(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8")
 
 
-def test_demo_compares_and_draws(tmp_path: Path) -> None:
-    done = run(DEMO, "--steps", 40, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = {
+def table(text: str) -> dict[str, list[str]]:
+    """The rows of a printed table by their first cell."""
+    return {
         cells[1]: cells[2:-1]
-        for line in done.stdout.splitlines()
+        for line in text.splitlines()
         if (cells := [cell.strip() for cell in line.replace("|", "│").split("│")])[1:]
     }
+
+
+def check_picture(path: Path) -> None:
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
+    assert 1000 < width < 3000
+    assert 400 < height < 2000
+    assert 10_000 < len(content) < 500_000
+
+
+def test_digits_compares_and_draws(tmp_path: Path) -> None:
+    done = run(DIGITS, "--steps", 40, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = table(done.stdout)
     assert list(rows)[-4:] == ["AdamW", "SISA", "SISA, 4 parts", "NSISA"], done.stdout
     state = {}
     for name in list(rows)[-4:]:
@@ -33,26 +49,46 @@ def test_demo_compares_and_draws(tmp_path: Path) -> None:
     assert state["SISA, 4 parts"] >= 4 * state["SISA"] > 0
     picture = tmp_path / "digits.png"
     assert str(picture.resolve()) in done.stdout
-    content = picture.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
-    assert 1000 < width < 3000
-    assert 400 < height < 2000
-    assert 10_000 < len(content) < 500_000
+    check_picture(picture)
 
 
-def test_demo_takes_steps_that_are_no_whole_rounds(tmp_path: Path) -> None:
-    done = run(DEMO, "--steps", 3, "--seed", 5, "--out", "other.svg", cwd=tmp_path)
+def test_federated_compares_and_draws(tmp_path: Path) -> None:
+    done = run(FEDERATED, "--rounds", 4, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = table(done.stdout)
+    names = ["FedAvg", "FedProx", "FedNova", "Scaffold", "SISA"]
+    assert list(rows)[-5:] == names, done.stdout
+    for name in names:
+        for cell in rows[name][:3]:
+            last, best = (float(part) for part in cell.removesuffix(")").split(" ("))
+            assert 0 < last <= best <= 100, name
+    steps = {name: int(rows[name][3].replace(",", "")) for name in names}
+    assert steps["SISA"] == 4 * 10  # one per client and round
+    assert {steps[name] for name in names[:4]} == {steps["FedAvg"]}
+    assert steps["FedAvg"] > 10 * steps["SISA"]
+    sent = {name: float(rows[name][4]) for name in names}
+    assert sent["Scaffold"] == pytest.approx(2 * sent["FedAvg"], abs=1)  # printed as whole numbers
+    assert sent["SISA"] == sent["FedAvg"]
+    assert str((tmp_path / "federated.png").resolve()) in done.stdout
+    check_picture(tmp_path / "federated.png")
+
+
+def test_digits_takes_steps_that_are_no_whole_rounds(tmp_path: Path) -> None:
+    done = run(DIGITS, "--steps", 3, "--seed", 5, "--out", "other.svg", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["other.svg"]
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("--steps", "0"), ("--seed", "-1"), ("--out", "nowhere/digits.png")],
+    ("demo", "option", "value"),
+    [
+        *((DIGITS, "--steps", "0"), (FEDERATED, "--rounds", "0")),
+        *((demo, "--seed", "-1") for demo in (DIGITS, FEDERATED)),
+        *((demo, "--out", "nowhere/x.png") for demo in (DIGITS, FEDERATED)),
+    ],
 )
-def test_demo_refuses_bad_options(option: str, value: str, tmp_path: Path) -> None:
-    done = run(DEMO, f"{option}={value}", cwd=tmp_path)
+def test_bad_options_are_refused(demo: Path, option: str, value: str, tmp_path: Path) -> None:
+    done = run(demo, f"{option}={value}", cwd=tmp_path)
     assert done.returncode == 2
     message = done.stderr.splitlines()[-1]
     assert option in message
@@ -61,8 +97,9 @@ def test_demo_refuses_bad_options(option: str, value: str, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_demo_names_the_extra_it_needs(tmp_path: Path) -> None:
-    without = f"import runpy, sys; sys.modules['rich'] = None; runpy.run_path({str(DEMO)!r})"
+@both
+def test_the_extra_is_named(demo: Path, tmp_path: Path) -> None:
+    without = f"import runpy, sys; sys.modules['rich'] = None; runpy.run_path({str(demo)!r})"
     done = run("-c", without, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "The demo needs rich: pip install 'torchpisa[demo]'\n"

@@ -29,11 +29,12 @@ MAY_IMPORT = {
     "diagnostics": {"kernels", "optim", "preconditioners", "checks"},
     "tuning": {"checks", "diagnostics", "optim"},
     "theory": {"algorithms", "preconditioners", "optim", "checks"},
+    "federated": {"algorithms", "preconditioners", "penalty", "data", "checks"},
     "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
 }
 INTERNAL = {"checks", "kernels"}  # no part of the public interface
-# Folders that need an optional package: they may import it, and are imported only when needed.
-NEEDS = {"kernels/triton": "triton"}
+# Folders that need optional packages: they may import them, and are imported only when needed.
+NEEDS = {"kernels/triton": {"triton"}, "federated/flower": {"flwr", "httpx", "numpy"}}
 
 Member = griffe.Object | griffe.Alias
 
@@ -158,7 +159,7 @@ def test_import_direction(room: str) -> None:
                 for special in NEEDS:
                     if rest.startswith(special.replace("/", ".")) and folder != special:
                         allowed = allowed and not at_module_level
-            elif top in ("torch", NEEDS.get(folder)) or top in sys.stdlib_module_names:
+            elif top in {"torch"} | NEEDS.get(folder, set()) or top in sys.stdlib_module_names:
                 allowed = True
             else:  # optional packages, inside the function that needs them
                 allowed = not at_module_level and room != "algorithms"

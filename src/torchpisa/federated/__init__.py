@@ -3,6 +3,7 @@
 For real clients on many machines there is `torchpisa.federated.flower`.
 """
 
+from torchpisa.federated import partition, picture
 from torchpisa.federated.algorithms import (
     PISA,
     SISA,
@@ -14,12 +15,13 @@ from torchpisa.federated.algorithms import (
 )
 from torchpisa.federated.local_work import Epochs, FullGradient, Minibatches
 from torchpisa.federated.objective import accuracy, cross_entropy
-from torchpisa.federated.simulation import Simulation
+from torchpisa.federated.simulation import Counts, Simulation
 
 __all__ = [
     "PISA",
     "SISA",
     "Algorithm",
+    "Counts",
     "Epochs",
     "FedAvg",
     "FedNova",
@@ -30,4 +32,6 @@ __all__ = [
     "Simulation",
     "accuracy",
     "cross_entropy",
+    "partition",
+    "picture",
 ]
