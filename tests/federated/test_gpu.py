@@ -119,7 +119,7 @@ def test_second_order() -> None:
     assert found.why_in_turn is not None
 
 
-# Clients side by side
+# Clients one after the other
 
 
 def large(shape: tuple[int, ...] = (4,), sizes: Sequence[int] = LARGE) -> list[Pair]:
@@ -129,14 +129,14 @@ def large(shape: tuple[int, ...] = (4,), sizes: Sequence[int] = LARGE) -> list[P
 @every_algorithm
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("chunk", [100, 8192])
-def test_lanes(name: str, steps: int, chunk: int) -> None:
+def test_whole_gradients(name: str, steps: int, chunk: int) -> None:
     algorithm = MAKERS[name](local=FullGradient(steps=steps, chunk=chunk))
     found = assert_equals_cpu(algorithm, 5, batched=True, clients=large(), participation=some)
-    assert found._clients._lanes is not None  # type: ignore[union-attr]
+    assert found._clients._whole is not None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("batched", [True, 2])
-def test_lanes_of_convolutions_in_groups(batched: bool | int) -> None:
+def test_whole_gradients_of_convolutions_in_groups(batched: bool | int) -> None:
     found = assert_equals_cpu(
         SISA(sigma=4.0, gamma=0.9, local=FullGradient(chunk=256)),
         5,
@@ -145,15 +145,15 @@ def test_lanes_of_convolutions_in_groups(batched: bool | int) -> None:
         clients=large((1, 6, 6)),
         participation=0.6,
     )
-    assert found._clients._lanes is not None  # type: ignore[union-attr]
+    assert found._clients._whole is not None  # type: ignore[union-attr]
 
 
-def test_lanes_where_everybody_takes_part_again_and_again() -> None:
+def test_whole_gradients_where_everybody_takes_part_again_and_again() -> None:
     """More rounds than are recorded: weights that a graph had baked in would stand still."""
     assert_equals_cpu(SISA(sigma=4.0), 12, batched=True, clients=large())
 
 
-def test_a_lane_of_its_own_for_nobody() -> None:
+def test_clients_that_come_late() -> None:
     """Clients absent from the first rounds are recorded when they come."""
 
     def late(iteration: int) -> Sequence[int]:
@@ -162,14 +162,14 @@ def test_a_lane_of_its_own_for_nobody() -> None:
     assert_equals_cpu(SISA(sigma=4.0), 7, batched=True, clients=large(), participation=late)
 
 
-def test_small_clients_and_minibatches_have_no_lanes() -> None:
+def test_small_clients_and_minibatches_are_stacked() -> None:
     for algorithm, clients in (
         (SISA(), classes()),
         (SISA(local=Minibatches(2, 8)), large()),
         (FedAvg(lr=0.1), large()),
     ):
         found = simulate(algorithm, 0, clients=clients, device="cuda")
-        assert found._clients._lanes is None  # type: ignore[union-attr]
+        assert found._clients._whole is None  # type: ignore[union-attr]
 
 
 # What is recorded
@@ -184,7 +184,7 @@ NUMBERS: dict[str, Algorithm] = {
 }
 
 
-@pytest.mark.parametrize("clients", [classes(), large()], ids=["stacked", "lanes"])
+@pytest.mark.parametrize("clients", [classes(), large()], ids=["stacked", "whole"])
 @pytest.mark.parametrize("algorithm", NUMBERS.values(), ids=NUMBERS)
 def test_graphs_do_not_bake_numbers_in(algorithm: Algorithm, clients: list[Pair]) -> None:
     """sigma and lr differ in every round, and the counters of the second moment too."""

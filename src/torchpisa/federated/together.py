@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors
-from torchpisa.federated.client import Work, mean_gradient
+from torchpisa.federated.client import Work
 from torchpisa.federated.local_work import FullGradient, Key
 from torchpisa.federated.objective import Data, Objective, trainable
 from torchpisa.federated.replay import Replay
+from torchpisa.federated.whole import WholeGradients, worthwhile
 
 __all__ = ["Together", "obstacle"]
-
-LARGE = 512  # samples of a client from which on its own kernels fill a GPU
 
 
 def obstacle(algorithm: Algorithm, objective: Objective, data: Sequence[Data]) -> str | None:
@@ -119,10 +118,11 @@ class Together:
         self._keys: list[Key] = [(seed, str(client)) for client in range(len(data))]
         self._alphas = alphas.to(self._device)
         self._at_once = at_once
-        # On a GPU large batches are better run one after the other: stacking them would pad all to
-        # the largest, and per-client gradients of convolutions have slow kernels.
-        large = sum(self._sizes) >= LARGE * len(data) and self._device.type == "cuda"
-        self._one_by_one = large and isinstance(algorithm.local, FullGradient)
+        self._whole: WholeGradients | None = None
+        if isinstance(algorithm.local, FullGradient) and worthwhile(self._device, self._sizes):
+            x, y = (torch.split(t, self._sizes) for t in self._data)
+            own = list(zip(x, y, strict=True))
+            self._whole = WholeGradients(objective, own, algorithm.local.chunk)
         memory = algorithm.remember(weights)
         self.memory: Fields = tree_map(lambda t: t.expand(len(data), *t.shape).clone(), memory)
         self._vmapped: dict[str, Any] = {
@@ -192,8 +192,8 @@ class Together:
         carry = self._vmapped["begin"](down, memory, who)
         width = max(1, self._algorithm.local.chunk // len(clients))
         for step, (own, counted) in enumerate(zip(plan.index, plan.mask, strict=True)):
-            if step == 0 and self._one_by_one:
-                grad = self._mean_gradients(down.tensors["weights"], clients)
+            if step == 0 and self._whole is not None:
+                grad = self._whole(down.tensors["weights"], clients)
                 carry = self._vmapped["apply"](down, memory, carry, grad, torch.ones_like(who))
             elif own.shape[1] <= width:
                 name = "first" if step == 0 else "later"
@@ -208,16 +208,6 @@ class Together:
             for name, tensor in tensors.items():
                 self.memory[kind][name][who] = tensor
         return update
-
-    def _mean_gradients(self, weights: Tensors, clients: list[int]) -> Tensors:
-        """Gradients of all data of each client at one point, stacked."""
-        rows = []
-        for client in clients:
-            own = slice(self._offsets[client], self._offsets[client + 1])
-            x, y = (t[own] for t in self._data)
-            chunk = self._algorithm.local.chunk
-            rows.append(mean_gradient(self._objective, weights, x, y, chunk))
-        return {name: torch.stack([row[name] for row in rows]) for name in weights}
 
     def _accumulate(
         self, down: Message, memory: Fields, carry: Fields, own: Tensor, counted: Tensor, width: int
