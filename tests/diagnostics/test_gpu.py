@@ -15,6 +15,7 @@ from torchpisa.diagnostics import Diagnostics
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("make", [SISA, NSISA])
 def test_no_step_waits_for_the_device(make: Any) -> None:
     rows: Rows = []

@@ -77,7 +77,7 @@ def _problem(job: LocalJob, member: Member) -> LocalProblem:
     r = pisa.residual(dual, g)
     if job.clip_scale is not None and job.preconditioner.clips:
         r = r * job.clip_scale.to(r.device)
-    step = state[state_key("step", job.slot)]
+    step = _counter(state, state_key("step", job.slot), _keep(job, dual))
     return LocalProblem(
         param=param,
         grad=g,
@@ -132,7 +132,7 @@ def _store(
     state: State,
     new_state: State,
 ) -> None:
-    keep = None if job.keep is None else job.keep.to(problem.dual.device)
+    keep = _keep(job, problem.dual)
     chosen = _chooser(keep)
     own = member.state
     contribution = chosen(local.contribution, problem.dual)
@@ -152,11 +152,24 @@ def _store(
     own["arrived"] |= 1 << job.slot
 
 
+def _keep(job: LocalJob, dual: Tensor) -> Tensor | None:
+    return None if job.keep is None else job.keep.to(dual.device)
+
+
 def _count(state: MutableMapping[str, Any], key: str, keep: Tensor | None) -> None:
-    """Add one to a counter, if `keep` says so; then it lives where `keep` does, for good."""
+    """Add one to a counter, if `keep` says so."""
+    _counter(state, key, keep).add_(1 if keep is None else keep)
+
+
+def _counter(state: MutableMapping[str, Any], key: str, keep: Tensor | None) -> Tensor:
+    """A counter; where `keep` decides about it, it lives there, for good.
+
+    Already when it is read: a run that was loaded must not compute with another precision.
+    """
     if keep is not None and state[key].device != keep.device:
         state[key] = state[key].to(keep.device, non_blocking=True)
-    state[key].add_(1 if keep is None else keep)
+    counter: Tensor = state[key]
+    return counter
 
 
 def _chooser(keep: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
