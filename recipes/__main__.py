@@ -19,13 +19,18 @@ import torch
 
 from recipes.datasets import data_folder
 from recipes.heterogeneity import RECIPE as HETEROGENEITY
+from recipes.language import RECIPE as LANGUAGE
 from recipes.least_squares import RECIPE as LEAST_SQUARES
 from recipes.recipe import Recipe, Results
-from recipes.work import Runs, compact
+from recipes.work import Runs, compact, say
 
 __all__ = ["RECIPES", "add_resources", "carry_out", "main", "resources"]
 
-RECIPES = {"least_squares": LEAST_SQUARES, "heterogeneity": HETEROGENEITY}
+RECIPES = {
+    "least_squares": LEAST_SQUARES,
+    "heterogeneity": HETEROGENEITY,
+    "language": LANGUAGE,
+}
 
 
 def carry_out(
@@ -51,6 +56,11 @@ def carry_out(
     depends = recipe.depends(config)
     runs = Runs(recipe.run, config, recipe.plan(config), folder, dict(options or {}), depends, jobs)
     chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
+    for name in list(chosen):
+        reason = recipe.lacks(runs.plan[name])
+        if reason is not None and runs.log(name) is None:
+            say(f"{name}: left out, {reason}")
+            chosen.remove(name)
     recipe.ready([runs.plan[name] for name in chosen if runs.log(name) is None], **runs.options)
     runs.do(chosen)
     shared = json.loads(json.dumps(dataclasses.asdict(config)))
@@ -104,6 +114,12 @@ def add_resources(parser: argparse.ArgumentParser, takes: Sequence[str]) -> None
     if "data" in takes:
         parser.add_argument(
             "--data", type=Path, help="folder; default: TORCHPISA_DATA, or else data"
+        )
+    if "compile" in takes:
+        parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    if "checkpoints" in takes:
+        parser.add_argument(
+            "--checkpoints", type=Path, help="folder to save unfinished runs in; default: none"
         )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; default 1")
 

@@ -37,9 +37,12 @@ class Recipe:
         run: does one run and yields what to log. For `--jobs` a function of a module.
         check: holds the results against the paper's statements.
         draw: draws the results into a file.
-        takes: which of the options `device` and `data` there are, for `run` to take by keyword.
+        takes: which of the options `device`, `data`, `compile` and `checkpoints` there are, for
+            `run` to take by keyword.
         ready: raises FileNotFoundError, before anything is run, if data for these settings is
             missing; takes the options too.
+        lacks: why a run cannot be done on this machine, such as a library that is not installed, or
+            None. It is left out then and counts as missing.
         depends: what of a configuration the runs depend on. A finished run is run again when this
             or its settings change; all of it, unless said otherwise.
         condense: what is saved of a run, from what was logged; everything, unless said otherwise.
@@ -55,15 +58,21 @@ class Recipe:
     draw: Callable[[Results, Path], None]
     takes: tuple[str, ...] = ()
     ready: Callable[..., None] = lambda settings, **options: None
+    lacks: Callable[[Any], str | None] = lambda settings: None
     depends: Callable[[Any], dict[str, Any]] = dataclasses.asdict
     condense: Callable[[dict[str, Any]], dict[str, Any]] = dict
     report: Callable[[Results], str] | None = None
     partial: bool = False
 
 
-def table(checks: list[Check]) -> str:
-    """The checks as Markdown."""
-    rows = ["| panel | the paper | here | holds |", "|---|---|---|---|"]
+def table(checks: list[Check], stated: str = "the paper") -> str:
+    """The checks as Markdown.
+
+    Args:
+        checks: the checks.
+        stated: who or what says what is checked.
+    """
+    rows = [f"| panel | {stated} | here | holds |", "|---|---|---|---|"]
     rows += [
         f"| {check.panel} | {check.paper} | {check.here} | {'yes' if check.holds else '**no**'} |"
         for check in checks

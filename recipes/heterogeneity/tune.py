@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.grid import parse_grid
 from recipes.heterogeneity.config import ALGORITHMS, CHOICES, Choice, Config, Settings, settings
 from recipes.heterogeneity.run import condense, ready, run
 from recipes.work import Runs
@@ -73,20 +74,6 @@ def choose(done: list[dict[str, Any]], by: str) -> dict[str, Any]:
 def what(trial: dict[str, Any]) -> dict[str, Any]:
     """What of a trial is chosen."""
     return {name: trial["settings"][name] for name in ("options", *WORK)}
-
-
-def parse_grid(words: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """`name=1,2,3`, several times."""
-    grid = {}
-    for word in words:
-        name, _, values = word.partition("=")
-        try:
-            grid[name] = tuple(float(value) for value in values.split(","))
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"--grid must look like sigma=1,2,5, got {word!r}"
-            ) from None
-    return grid
 
 
 def main(argv: Sequence[str] | None = None) -> None:

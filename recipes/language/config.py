@@ -1,0 +1,172 @@
+"""The presets and their runs: every trial of every optimizer is named here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.language.optimizers import Choice, choose
+
+__all__ = ["PRESETS", "Config", "Settings", "Trial", "label", "plan"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setting of an optimizer that is tried.
+
+    Attributes:
+        choice: the setting.
+        label: of its runs; says what is tried.
+        batches: m. The training tokens are cut into so many contiguous parts, and a step takes as
+            many sequences from each.
+        tried: how many settings were tried to find this one, itself included; the report adds
+            them up.
+    """
+
+    choice: Choice
+    label: str
+    batches: int = 1
+    tried: int = 1
+
+
+def trial(name: str, batches: int = 1, label: str = "", tried: int = 1, **settings: Any) -> Trial:
+    """The defaults of an optimizer with some settings in their place, which make the label."""
+    return Trial(choose(name, **settings), label or name_of(name, settings), batches, tried)
+
+
+def name_of(name: str, settings: Mapping[str, Any]) -> str:
+    shown = (
+        f"{key}{value:g}" if isinstance(value, int | float) else f"{key}_{value}"
+        for key, value in settings.items()
+        if key != "warm_up"
+    )
+    return "_".join([name, *shown])
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that all runs share.
+
+    Attributes:
+        model: one of `recipes.language.model.SIZES`.
+        tokens: one of `recipes.language.tokens.SOURCES`.
+        trials: of the optimizers.
+        steps: rounds; the weights change once in each.
+        sequences: of a step, all batches together.
+        micro: sequences of a forward pass, or 0 for as many as memory has room for. Losses depend
+            on it by rounding only.
+        validation: sequences to validate on, the first of the validation tokens.
+        validate_every: steps from one validation to the next.
+        log_every: steps from one line of the log to the next.
+        save_every: steps between checkpoints, a multiple of `log_every`, where they are asked for.
+        seed: of the first weights. The tokens come in the same order for every seed.
+    """
+
+    model: str
+    tokens: str
+    trials: tuple[Trial, ...] = field(repr=False)
+    steps: int
+    sequences: int
+    micro: int
+    validation: int
+    validate_every: int
+    log_every: int
+    save_every: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("validate_every", "save_every"):
+            if getattr(self, name) % self.log_every:
+                raise ValueError(
+                    f"{name} must be a multiple of log_every, {self.log_every}, "
+                    f"got {getattr(self, name)}"
+                )
+
+
+# How many trials an optimizer had is in the report: one per line here, or as many as the line says.
+PILOT = (
+    *(trial("adamw", lr=lr, warm_up=40) for lr in (6e-4, 1.2e-3, 2.4e-3, 3.6e-3)),
+    *(trial("muon", lr=lr) for lr in (0.02, 0.03)),  # with m = 4 the same but for rounding
+    *(trial("soap", lr=lr, warm_up=40) for lr in (1e-3, 3e-3)),
+    *(trial("sisa", rho=rho) for rho in (500.0, 1000.0)),
+    trial("sisa", 4, rho=1000.0),
+    # dual_decay 1 is Algorithm 3, with the momentum and the scaling of the published script; the
+    # one after these has Algorithm 3's own.
+    *(trial("nsisa", m, dual_decay=decay) for m in (1, 4) for decay in (1.0, 0.25)),
+    trial("nsisa", label="nsisa_literal", dual_decay=1.0, nesterov=False, aspect_scaling=False),
+    trial("nsisa", dual_decay=0.25, sigma=50.0),
+    trial("nsisa", dual_decay=0.25, rest="sisa"),
+    *(trial("misa", dual_decay=decay) for decay in (0.9, 0.95, 1.0)),
+    trial("misa", dual_decay=0.95, rho=500.0),
+    trial("misa", dual_decay=0.95, average=0.95),
+    trial("misa", 4, dual_decay=0.95),
+)
+
+# First guesses, but for SISA's: it is the one that needs care here.
+QUICK = (
+    trial("adamw", lr=3e-3, warm_up=20),
+    trial("muon", lr=0.02),
+    trial("sisa", tried=15, sigma=0.1, rho=500.0),
+    trial("nsisa", dual_decay=0.25),
+    trial("nsisa", 4, dual_decay=0.25),
+    trial("misa"),
+)
+
+PRESETS = {
+    "quick": Config(
+        *("tiny", "python", QUICK),
+        **{"steps": 400, "sequences": 16, "micro": 16, "validation": 64},
+        **{"validate_every": 20, "log_every": 10, "save_every": 100},
+    ),
+    "pilot": Config(
+        *("gpt2", "gutenberg", PILOT),
+        **{"steps": 320, "sequences": 64, "micro": 16, "validation": 512},
+        **{"validate_every": 40, "log_every": 10, "save_every": 80},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run: everything that its result depends on. For the fields see `Config` and `Trial`."""
+
+    label: str
+    choice: Choice
+    batches: int
+    model: str
+    tokens: str
+    steps: int
+    sequences: int
+    micro: int
+    validation: int
+    validate_every: int
+    log_every: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.sequences % self.batches:
+            raise ValueError(
+                f"sequences must be a multiple of batches, {self.batches}, got {self.sequences}"
+            )
+
+    @property
+    def name(self) -> str:
+        return label(self.label, self.batches, self.seed)
+
+
+def label(trial: str, batches: int, seed: int) -> str:
+    """The name of a run."""
+    return f"{trial}_m{batches}_seed{seed}"
+
+
+SHARED = ("model", "tokens", "steps", "sequences", "micro", "validation")
+SHARED += ("validate_every", "log_every", "seed")
+
+
+def plan(config: Config) -> dict[str, Settings]:
+    """All runs by name."""
+    shared = {name: getattr(config, name) for name in SHARED}
+    runs = [
+        Settings(label=each.label, choice=each.choice, batches=each.batches, **shared)
+        for each in config.trials
+    ]
+    return {run.name: run for run in runs}

@@ -1,0 +1,58 @@
+"""Validation loss against tokens: best trials, a panel per number of batches."""
+
+from pathlib import Path
+from typing import Any
+
+from recipes.language.optimizers import TITLES
+from recipes.language.reference import PILOT
+from recipes.language.results import best, by_optimizer
+from recipes.recipe import Results
+from recipes.style import COLOURS, DASHES, INK, look
+
+__all__ = ["draw"]
+
+# Lines differ in more than their colour.
+LINES = [(0, (1, 1)), "-", (0, (3, 1, 1, 1)), (0, (5, 1)), (0, (5, 2, 1, 2)), "-"]
+WIDTHS = [1.4, 1.2, 1.2, 1.2, 1.4, 2.0]
+
+
+def draw(results: Results, path: Path) -> None:
+    """Dashed, in the pilot, Muon's loss there. The first losses are left out of the view."""
+    from matplotlib.figure import Figure
+
+    found = by_optimizer(results)
+    columns = sorted({batches for _, batches in found})
+    with look("language"):
+        figure = Figure((3.4 * len(columns) + 0.8, 3.0), layout="constrained")
+        grid = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
+        handles: dict[str, Any] = {}
+        ends: list[float] = []
+        for axes, batches in zip(grid, columns, strict=True):
+            for name, colour, line, width in zip(TITLES, COLOURS, LINES, WIDTHS, strict=True):
+                if (name, batches) in found:
+                    x, y = curve(best(found[name, batches]))
+                    (handles[name],) = axes.plot(x, y, color=colour, ls=line, lw=width)
+                    ends += y[len(y) // 4 :]
+            if results["config"]["model"] == "gpt2":
+                axes.axhline(PILOT[0].loss, color=INK, lw=0.8, ls=DASHES)
+            axes.set_title(f"m = {batches}", fontsize=9)
+            axes.grid(color=INK, alpha=0.2, lw=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+        if ends:
+            room = 0.05 * (max(ends) - min(ends)) + 0.01
+            grid[0].set_ylim(min(ends) - room, max(ends) + room)
+        names = [TITLES[name] for name in handles]
+        figure.legend(
+            *(list(handles.values()), names),
+            **{"loc": "outside upper center", "ncols": max(1, len(names)), "frameon": False},
+        )
+        figure.supxlabel("million tokens", fontsize=9)
+        figure.supylabel("validation loss, nats", fontsize=9)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Where there was a validation."""
+    points = zip(run["tokens"], run["val_loss"], strict=True)
+    shown = [(tokens / 1e6, loss) for tokens, loss in points if loss is not None]
+    return [x for x, _ in shown], [y for _, y in shown]

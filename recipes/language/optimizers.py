@@ -1,0 +1,282 @@
+"""The optimizers of the recipe by name, and the schedule of the learning rate that all share."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import torchpisa
+from torchpisa.optim.param_groups import split
+
+__all__ = ["DEFAULTS", "NAMES", "TITLES", "WARM_DOWN"]
+__all__ += ["Choice", "Team", "build", "choose", "factor", "lacks", "state_bytes"]
+
+WARM_DOWN = 1450 / 5100  # of the published GPT-2 script's steps
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an optimizer is set.
+
+    Attributes:
+        name: of the optimizer, one of `NAMES`.
+        options: its arguments. For those of torchpisa `lr` is relative and is not among them.
+        rest: who takes embeddings and vectors where the optimizer is for matrices: `"adamw"`, as in
+            the published GPT-2 script, or `"sisa"`, the optimizer itself by SISA's rule.
+        rest_lr: of AdamW in that case.
+        warm_up: steps over which the learning rate rises.
+        warm_down: the last part of the steps, over which it falls linearly to zero.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rest: str = "adamw"
+    rest_lr: float = 3.6e-3
+    warm_up: int = 0
+    warm_down: float = WARM_DOWN
+
+
+BETAS = (0.9, 0.95)
+TITLES = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "soap": "SOAP",
+    "sisa": "SISA",
+    "nsisa": "NSISA",
+    "misa": "MISA",
+}
+NAMES = tuple(TITLES)
+
+# What a trial does not say otherwise. No weight decay anywhere: in so few steps it decides nothing,
+# and it would mean something else to each of them.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1.2e-3, "betas": BETAS, "weight_decay": 0.0},
+    "muon": {
+        **{"lr": 0.02, "momentum": 0.95, "nesterov": True, "weight_decay": 0.0},
+        "adjust_lr_fn": "original",  # times sqrt(max(1, rows / columns)), like aspect_scaling
+    },
+    "soap": {
+        **{"lr": 3e-3, "betas": (0.95, 0.95), "weight_decay": 0.0},
+        "precondition_frequency": 10,
+    },
+    "sisa": {"sigma": 0.3, "rho": 1000.0, "beta": 0.99},
+    # The published GPT-2 script; dual_decay 1 is the paper.
+    "nsisa": {
+        **{"sigma": 80.0, "rho": 100.0, "momentum": 0.95, "nesterov": True},
+        **{"aspect_scaling": True, "dual_decay": 0.25},
+    },
+    "misa": {"sigma": 0.005, "rho": 1000.0, "dual_decay": 0.95, "aspect_scaling": True},
+}
+
+
+def choose(name: str, *, rest: str = "adamw", warm_up: int = 0, **options: Any) -> Choice:
+    """The defaults of an optimizer with other options in their place."""
+    check_name(name)
+    return Choice(name, {**DEFAULTS[name], **options}, rest=rest, warm_up=warm_up)
+
+
+def check_name(name: str) -> None:
+    if name not in NAMES:
+        raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")
+
+
+def factor(step: int, steps: int, warm_up: int = 0, warm_down: float = WARM_DOWN) -> float:
+    """What the learning rate is multiplied by in a step, from 0.
+
+    Args:
+        step: from 0.
+        steps: of the whole run.
+        warm_up: steps of the rise.
+        warm_down: the part of the steps in which it falls; the step after the last would have 0.
+    """
+    rise = (step + 1) / warm_up if step < warm_up else 1.0
+    fall = (steps - step) / (warm_down * steps) if warm_down else 1.0
+    return min(rise, fall, 1.0)
+
+
+class Team:
+    """Optimizers that train a model together, in rounds of batches.
+
+    Those of torchpisa take a step per batch. Others take one per round, with the mean gradient of
+    its batches, so everyone sees the same data between two changes of the weights.
+
+    Args:
+        consensus: optimizers of torchpisa, all with this number of batches.
+        averaging: others.
+        batches: of a round.
+    """
+
+    def __init__(
+        self, consensus: Sequence[Optimizer], averaging: Sequence[Optimizer], batches: int
+    ) -> None:
+        self.consensus, self.averaging, self.batches = list(consensus), list(averaging), batches
+        self._taken = 0
+        for group in self._groups():
+            group["initial_lr"] = group["lr"]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All of them."""
+        return [*self.consensus, *self.averaging]
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self.optimizers:
+            yield from optimizer.param_groups
+
+    def set_factor(self, value: float) -> None:
+        """Set all learning rates to this multiple of what they were given."""
+        for group in self._groups():
+            group["lr"] = group["initial_lr"] * value
+
+    def step(self) -> None:
+        """Take the gradients of the next batch, and zero those that are done with."""
+        for optimizer in self.consensus:
+            optimizer.step()
+            optimizer.zero_grad()
+        self._taken = (self._taken + 1) % self.batches
+        if self._taken:
+            return
+        for optimizer in self.averaging:
+            if self.batches > 1:
+                params = (p for group in optimizer.param_groups for p in group["params"])
+                grads = [p.grad for p in params if p.grad is not None]
+                torch._foreach_div_(grads, self.batches)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Of all of them; between rounds."""
+        assert not self._taken
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Go on from there."""
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def state_bytes(team: Team) -> int:
+    """Bytes of all tensors in the state; those of 0 dimensions, counters, left out."""
+
+    def size(value: object) -> int:
+        if isinstance(value, Tensor):
+            return value.numel() * value.element_size() if value.dim() else 0
+        if isinstance(value, Mapping):
+            return sum(map(size, value.values()))
+        return sum(map(size, value)) if isinstance(value, list | tuple) else 0
+
+    return sum(size(optimizer.state) for optimizer in team.optimizers)
+
+
+# Building
+
+
+def lacks(choice: Choice) -> str | None:
+    """What a machine lacks for an optimizer, if anything."""
+    if choice.name == "soap" and importlib.util.find_spec("pytorch_optimizer") is None:
+        return "soap needs pytorch_optimizer: pip install pytorch_optimizer"
+    if choice.name == "muon" and not hasattr(torch.optim, "Muon"):
+        return f"muon needs torch 2.9 or newer, got {torch.__version__}"
+    if choice.name == "misa" and not hasattr(torchpisa, "MISA"):
+        return f"misa needs a torchpisa that has MISA, got {torchpisa.__version__}"
+    return None
+
+
+def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
+    """The optimizers of a choice for a model.
+
+    Args:
+        choice: see `Choice`.
+        model: with tied embedding, no head of its own.
+        batches: m, steps that the optimizers of torchpisa take per round.
+
+    Raises:
+        ValueError: there is no such optimizer.
+        ImportError: this machine lacks what it needs.
+    """
+    check_name(choice.name)
+    reason = lacks(choice)
+    if reason is not None:
+        raise ImportError(reason)
+    if choice.rest not in ("adamw", "sisa"):
+        raise ValueError(f"rest must be 'adamw' or 'sisa', got {choice.rest!r}")
+    return BUILDERS[choice.name](choice, model, batches)
+
+
+def adamw(params: Sequence[nn.Parameter], lr: float, **options: Any) -> Optimizer:
+    fused = params[0].device.type == "cuda"
+    return torch.optim.AdamW(params, lr=lr, fused=fused, **options)
+
+
+def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices of the blocks, and the rest."""
+    groups = split(model, head=())  # the output layer is the embedding
+    matrices, rest = ([param for _, param in group["params"]] for group in groups)
+    return matrices, rest
+
+
+def beside_adamw(make: Callable[..., Optimizer], choice: Choice, model: nn.Module) -> Any:
+    """An optimizer of the matrices, and AdamW of the rest."""
+    matrices, rest = parted(model)
+    other = adamw(rest, choice.rest_lr, betas=BETAS, weight_decay=0.0)
+    return make(matrices, **choice.options), other
+
+
+def build_adamw(choice: Choice, model: nn.Module, batches: int) -> Team:
+    return Team([], [adamw(list(model.parameters()), **choice.options)], batches)
+
+
+def build_muon(choice: Choice, model: nn.Module, batches: int) -> Team:
+    return Team([], beside_adamw(torch.optim.Muon, choice, model), batches)
+
+
+def build_soap(choice: Choice, model: nn.Module, batches: int) -> Team:
+    from pytorch_optimizer import SOAP
+
+    return Team([], beside_adamw(SOAP, choice, model), batches)
+
+
+# Gradients that are not finite are not looked for: they show in the loss, which ends the run, and
+# the other optimizers do not look either.
+COMMON = {"nonfinite": "ignore"}
+
+
+def build_sisa(choice: Choice, model: nn.Module, batches: int) -> Team:
+    common = {**COMMON, "batches": batches}
+    return Team([torchpisa.SISA(model.parameters(), **choice.options, **common)], [], batches)
+
+
+def build_matrix(cls: type[Optimizer], choice: Choice, model: nn.Module, batches: int) -> Team:
+    """NSISA or MISA: the rest by AdamW, or by SISA's rule in the same consensus."""
+
+    def make(params: Any, **options: Any) -> Optimizer:
+        return cls(params, batches=batches, **COMMON, **options)
+
+    if choice.rest == "sisa":
+        return Team([make(split(model, head=()), **choice.options)], [], batches)
+    own, other = beside_adamw(make, choice, model)
+    return Team([own], [other], batches)
+
+
+def build_nsisa(choice: Choice, model: nn.Module, batches: int) -> Team:
+    return build_matrix(torchpisa.NSISA, choice, model, batches)
+
+
+def build_misa(choice: Choice, model: nn.Module, batches: int) -> Team:
+    from torchpisa import MISA
+
+    return build_matrix(MISA, choice, model, batches)
+
+
+BUILDERS: dict[str, Callable[[Choice, nn.Module, int], Team]] = {
+    "adamw": build_adamw,
+    "muon": build_muon,
+    "soap": build_soap,
+    "sisa": build_sisa,
+    "nsisa": build_nsisa,
+    "misa": build_misa,
+}

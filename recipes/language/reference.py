@@ -1,0 +1,53 @@
+"""Losses that a pilot of this project had, to hold new runs against; they are not the paper's.
+
+Validation loss after 320 steps of 64 x 1024 tokens of the books, GPT-2 124M. There is no script of
+it in the repository, so these are goals and not results.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["PILOT", "STEP_TIME", "TOLERANCE", "Reference"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A loss of the pilot.
+
+    Attributes:
+        title: the optimizer and its setting.
+        loss: on the validation tokens.
+        name: of the optimizer in this recipe.
+        options: that a run must have to be compared, besides the optimizer.
+        batches: likewise; None where the pilot's number is not known.
+        half: the loss half-way, where it is known.
+    """
+
+    title: str
+    loss: float
+    name: str
+    options: Mapping[str, Any]
+    batches: int | None = 1
+    half: float | None = None
+
+    def matches(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a run, by its saved settings, is one to compare."""
+        choice = settings["choice"]
+        return (
+            choice["name"] == self.name
+            and self.batches in (None, settings["batches"])
+            and all(choice["options"].get(key) == value for key, value in self.options.items())
+        )
+
+
+PILOT = (
+    Reference("Muon, lr 0.02", 3.983, "muon", {"lr": 0.02}, half=4.377),
+    Reference("NSISA, dual_decay 1/4", 4.011, "nsisa", {"dual_decay": 0.25}, None),
+    Reference("NSISA, dual_decay 1", 4.062, "nsisa", {"dual_decay": 1.0}, None),
+    Reference("Spectral, best of 7 trials", 4.041, "misa", {}, half=4.354),
+    Reference("Spectral, one trial", 4.155, "misa", {}, 4),
+    Reference("AdamW, tuned", 4.329, "adamw", {}),
+)
+TOLERANCE = 0.02  # a run that ends less than this above the pilot's loss is as good
+STEP_TIME = 1.3  # times Muon's, what a step of ours may take at 124M on an H200

@@ -1,0 +1,108 @@
+"""The results as Markdown: losses at equal tokens, times and state beside Muon's, all trials."""
+
+from typing import Any
+
+from recipes.language.check import check, halves, said
+from recipes.language.results import best, by_optimizer, muon, title
+from recipes.recipe import Results, table
+
+__all__ = ["report"]
+
+
+def report(results: Results) -> str:
+    """All tables."""
+    config = results["config"]
+    runs = list(results["runs"].values())
+    parameters = runs[0]["parameters"]
+    parts = [
+        f"Validation loss of a GPT-2 of {parameters / 1e6:,.1f}M parameters after "
+        f"{config['steps']} steps of {config['sequences']} sequences "
+        f"({runs[0]['tokens'][-1] / 1e6:,.1f}M tokens, {config['tokens']}). "
+        "The **best trial** of every optimizer, one seed. Time of the optimizer's part of a step, "
+        "and bytes of its state, also as multiples of Muon's. With m = 4 the data of a step are "
+        "those of m = 1, in four batches; AdamW, Muon and SOAP average their gradients.",
+        best_trials(results),
+        "**All trials**:",
+        all_trials(results),
+        "**Statements**:",
+        table(check(results), "expected"),
+        made_with(results),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def best_trials(results: Results) -> str:
+    lines = []
+    for (_, batches), own in by_optimizer(results).items():
+        run, against = best(own), muon(results, batches)
+        behind = "-"
+        if against and against["last"] and run["last"]:
+            behind = f"{run['last'] - against['last']:+.3f}"
+        per_parameter = run["state_bytes"] / run["parameters"]
+        lines.append(
+            [
+                *(title(run), trials(results, own), describe(run["settings"])),
+                *(halves(run), f"**{said(run)}**", behind),
+                multiple(run, against, "optimizer_ms", f"{run['optimizer_ms'] or 0:.2f}"),
+                multiple(run, against, "state_bytes", f"{per_parameter:.2f}"),
+                f"{run['step_ms']:,.0f}",
+            ]
+        )
+    heads = ["", "trials", "settings", "half-way", "at the end", "less Muon's"]
+    heads += ["optimizer, ms (x Muon)", "state, bytes per parameter (x Muon)", "whole step, ms"]
+    return markdown(heads, lines)
+
+
+def trials(results: Results, runs: list[dict[str, Any]]) -> int:
+    """How many settings were tried for these runs, also outside of the preset."""
+    tried = {(t["label"], t["batches"]): t["tried"] for t in results["config"]["trials"]}
+    own = {(run["settings"]["label"], run["settings"]["batches"]) for run in runs}
+    return sum(tried.get(key, 1) for key in own)
+
+
+def multiple(run: dict[str, Any], other: dict[str, Any] | None, name: str, text: str) -> str:
+    if other is None or not other[name] or not run[name]:
+        return text
+    return f"{text} ({run[name] / other[name]:.2f})"
+
+
+def all_trials(results: Results) -> str:
+    lines = [
+        [name, describe(run["settings"]), halves(run), said(run)]
+        for name, run in results["runs"].items()
+    ]
+    return markdown(["run", "settings", "half-way", "at the end"], lines)
+
+
+def describe(settings: dict[str, Any]) -> str:
+    """The options that are numbers or say yes, the schedule, and who takes the rest."""
+    choice = settings["choice"]
+    words = []
+    for name, value in choice["options"].items():
+        if isinstance(value, bool):
+            words += [name] if value else []
+        elif isinstance(value, int | float) and not (name == "weight_decay" and not value):
+            words.append(f"{name} {value:g}")
+    if choice["name"] not in ("adamw", "sisa"):
+        by = f"AdamW {choice['rest_lr']:g}" if choice["rest"] == "adamw" else "SISA's rule"
+        words.append(f"rest by {by}")
+    if choice["warm_up"]:
+        words.append(f"warm-up {choice['warm_up']}")
+    return ", ".join(words)
+
+
+def made_with(results: Results) -> str:
+    runs = list(results["runs"].values())
+    devices = dict.fromkeys(run["hardware"]["gpu"] or run["hardware"]["cpu"] for run in runs)
+    versions = dict.fromkeys(run["versions"]["torch"] for run in runs)
+    planned = len(runs) + len(results.get("missing", []))
+    done = f"{len(runs)} runs" if planned == len(runs) else f"{len(runs)} of {planned} runs"
+    minutes = sum(run["seconds"] for run in runs) / 60
+    return f"{done}, {minutes:.0f} minutes if added up; {', '.join(devices)}, torch " + (
+        f"{', '.join(versions)}."
+    )
+
+
+def markdown(heads: list[str], lines: list[list[Any]]) -> str:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)

@@ -1,0 +1,110 @@
+"""Try a grid of settings of an optimizer, with everything else as in a preset.
+
+    python -m recipes.language.tune --preset pilot --optimizer misa \\
+        --grid sigma=0.005,0.01 dual_decay=0.9,0.95 warm_down=0.28,0.5 --data DIR
+
+Names are options of the optimizer, or `warm_up`, `warm_down` and `rest_lr`. Every trial goes into
+the JSON file that is written, with their number; another grid adds to it. Trials that are finished
+in the log are not run again.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.grid import parse_grid
+from recipes.language.config import PRESETS, Config, Settings, Trial, plan
+from recipes.language.optimizers import NAMES, Choice, choose
+from recipes.language.results import best, condense
+from recipes.language.run import lacks, ready, run
+from recipes.work import Runs
+
+__all__ = ["main", "trials"]
+
+FIELDS = ("warm_up", "warm_down", "rest_lr")  # of a `Choice`; the rest are options
+
+
+def trials(
+    base: Choice, grid: Mapping[str, Sequence[float]], config: Config, batches: int = 1
+) -> dict[str, Settings]:
+    """All combinations of a grid, by name."""
+    made = []
+    for values in itertools.product(*grid.values()):
+        point: dict[str, Any] = dict(zip(grid, values, strict=True))
+        name = "_".join([base.name, *(f"{key}{value:g}" for key, value in point.items())])
+        name += f"_rest_{base.rest}" if base.rest != "adamw" else ""
+        name += f"_steps{config.steps}"
+        own: dict[str, Any] = {key: point.pop(key) for key in FIELDS if key in point}
+        if "warm_up" in own:
+            own["warm_up"] = int(own["warm_up"])
+        # Options that count things are whole numbers.
+        point = {
+            key: int(v) if type(base.options.get(key)) is int else v for key, v in point.items()
+        }
+        choice = dataclasses.replace(base, options={**base.options, **point}, **own)
+        made.append(Trial(choice, name, batches))
+    return plan(dataclasses.replace(config, trials=tuple(made)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from recipes.__main__ import add_resources, resources
+
+    parser = argparse.ArgumentParser(
+        "python -m recipes.language.tune", description="Try a grid of settings"
+    )
+    parser.add_argument("--preset", choices=list(PRESETS), default="quick")
+    parser.add_argument("--optimizer", choices=NAMES, required=True)
+    parser.add_argument("--batches", type=int, default=1, help="m; default 1")
+    parser.add_argument("--rest", choices=["adamw", "sisa"], default="adamw")
+    parser.add_argument("--steps", type=int, help="default: the preset's")
+    parser.add_argument("--grid", nargs="+", default=[], metavar="NAME=A,B")
+    parser.add_argument("--out", type=Path, default=Path("runs/tune_language"), help="folder")
+    takes = ("device", "data", "compile", "checkpoints")
+    add_resources(parser, takes)
+    args = parser.parse_args(argv)
+    options = resources(parser, args, takes)
+    try:
+        grid = parse_grid(args.grid)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    config = PRESETS[args.preset]
+    if args.steps is not None:
+        config = dataclasses.replace(config, steps=args.steps)
+    base = choose(args.optimizer, rest=args.rest)
+    settings = trials(base, grid, config, args.batches)
+    reason = lacks(next(iter(settings.values())))
+    if reason is not None:
+        parser.error(reason)
+    runs = Runs(run, config, settings, args.out / "logs", options, {}, args.jobs)
+    try:
+        ready(list(settings.values()), **options)
+    except FileNotFoundError as missing:
+        parser.error(str(missing))
+    runs.do(list(settings))
+    path = args.out / f"{args.preset}_{args.optimizer}_m{args.batches}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["trials"] if path.is_file() else {}
+    found = summarise({name: runs.log(name) for name in settings}, before)
+    print(f"best of {found['count']}: {found['best']}")
+    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    print(path)
+
+
+def summarise(
+    logs: Mapping[str, dict[str, Any] | None], before: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The best, of how many trials, and what came of each, those `before` included."""
+    new = {name: condense(log) for name, log in logs.items() if log is not None}
+    done = {**before, **new}
+    for name, each in done.items():
+        print(f"{each['last'] if each['last'] is not None else 'diverged':>9}  {name}")
+    winner = best(list(done.values()))
+    chosen = next(name for name, each in done.items() if each is winner)
+    return {"count": len(done), "best": chosen, "trials": done}
+
+
+if __name__ == "__main__":
+    main()

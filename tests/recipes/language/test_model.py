@@ -1,0 +1,66 @@
+"""The model: its size, its first loss, and what it may look at."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.shapes import gpt2
+from recipes.language.model import SIZES, Sizes, build
+
+
+def test_gpt2_has_124_million_parameters() -> None:
+    sizes = SIZES["gpt2"]
+    with torch.device("meta"):
+        model = build(sizes, 0)
+    assert sizes.rows == 50304
+    count = sum(param.numel() for param in model.parameters())
+    assert count == sizes.parameters == 124_439_808 + 47 * 768  # GPT-2's, and the unused rows
+    published = {shape.name: shape.size for shape in gpt2(768, 12)}
+    published["wte.weight"] = (50304, 768)
+    assert {name: tuple(param.shape) for name, param in model.named_parameters()} == published
+
+
+def test_tiny_shapes() -> None:
+    sizes = SIZES["tiny"]
+    model = build(sizes, 0)
+    assert sum(param.numel() for param in model.parameters()) == sizes.parameters
+    tokens = torch.randint(256, (3, 64))
+    assert model(tokens).shape == (3, 64, 256)
+    assert model(tokens[:, :10], tokens[:, 1:11]).shape == ()
+    assert Sizes(1, 1, 8, vocabulary=257, multiple=64).rows == 320
+
+
+def test_first_loss_is_that_of_a_guess() -> None:
+    sizes = SIZES["tiny"]
+    tokens = torch.randint(256, (8, 65), generator=torch.Generator().manual_seed(0))
+    loss = build(sizes, 0)(tokens[:, :-1], tokens[:, 1:])
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_initialisation() -> None:
+    sizes = SIZES["tiny"]
+    params = {name: param.detach() for name, param in build(sizes, 1).named_parameters()}
+    assert params["h.0.attn.c_attn.weight"].std() == pytest.approx(0.02, rel=0.1)
+    for name in ("h.1.attn.c_proj.weight", "h.0.mlp.c_proj.weight"):
+        assert params[name].std() == pytest.approx(0.02 / 2, rel=0.1)  # sqrt(2 x 2 layers) = 2
+    assert not params["h.0.mlp.c_fc.bias"].any()
+    assert (params["ln_f.weight"] == 1).all()
+
+
+def test_seed_decides_the_weights_alone() -> None:
+    state = torch.get_rng_state()
+    first, again, other = (build(SIZES["tiny"], seed).wte.weight for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_token_sees_later_ones() -> None:
+    model = build(SIZES["tiny"], 0)
+    tokens = torch.randint(256, (1, 20))
+    changed = tokens.clone()
+    changed[0, 12:] = (changed[0, 12:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.allclose(before[:, :12], after[:, :12], atol=1e-6)
+    assert not torch.allclose(before[:, 12:], after[:, 12:], atol=1e-3)

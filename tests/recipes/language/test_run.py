@@ -1,0 +1,205 @@
+"""Runs of the tiny model: what they log, resuming, divergence, memory."""
+
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes import __main__ as command
+from recipes.language import RECIPE, tune
+from recipes.language.config import PRESETS, Config, Settings, Trial, plan
+from recipes.language.model import SIZES
+from recipes.language.optimizers import NAMES, Choice, choose, lacks
+from recipes.language.run import Training, micro_batch, run
+
+CONFIG = dataclasses.replace(
+    PRESETS["quick"], steps=12, sequences=8, micro=4, validation=8, trials=()
+)
+CONFIG = dataclasses.replace(CONFIG, log_every=2, validate_every=4, save_every=4)
+TIMES = ("elapsed", "optimizer_ms")
+
+
+def settings(choice: Choice, batches: int = 1, **changes: Any) -> Settings:
+    config = dataclasses.replace(CONFIG, trials=(Trial(choice, choice.name, batches),))
+    (only,) = plan(config).values()
+    return dataclasses.replace(only, **changes)
+
+
+def logged(own: Settings, config: Config = CONFIG, **options: Any) -> list[dict[str, Any]]:
+    return list(run(config, own, device="cpu", **options))
+
+
+def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def test_what_is_logged() -> None:
+    lines = logged(settings(choose("nsisa"), 4))
+    assert [line["step"] for line in lines] == [0, 2, 4, 6, 8, 10, 12]
+    assert [line["tokens"] for line in lines] == [512 * line["step"] for line in lines]
+    assert [line["val_loss"] is not None for line in lines] == [1, 0, 1, 0, 1, 0, 1]
+    assert lines[0]["val_loss"] == pytest.approx(math.log(256), abs=0.15)
+    assert lines[-1]["val_loss"] < lines[0]["val_loss"] - 0.5
+    assert lines[0]["loss"] is None
+    assert all(line["loss"] > 0 and line["optimizer_ms"] > 0 for line in lines[1:])
+    times = [line["elapsed"] for line in lines]
+    assert times == sorted(times)
+    assert not any(line["diverged"] for line in lines)
+    assert lines[-1]["state_bytes"] > 4 * 8 * 12 * 64**2 * 2  # four duals and momenta
+    json.dumps(lines)
+
+
+def test_a_run_is_a_function_of_its_settings() -> None:
+    own = settings(choose("sisa"))
+    first = untimed(logged(own))
+    assert untimed(logged(own)) == first
+    assert untimed(logged(dataclasses.replace(own, seed=1))) != first
+
+
+def test_micro_batches_change_rounding_only() -> None:
+    own = settings(choose("sisa"), steps=4)
+    whole = logged(dataclasses.replace(own, micro=8))
+    for micro in (1, 3, 0):
+        lines = logged(dataclasses.replace(own, micro=micro))
+        assert lines[-1]["val_loss"] == pytest.approx(whole[-1]["val_loss"], rel=1e-4)
+
+
+def test_a_round_is_a_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(settings(choose("nsisa"), 4), torch.device("cpu"), None)
+    (own,) = training.team.consensus
+    drawn: list[tuple[int, int]] = []
+    draw = training.data.draw
+    monkeypatch.setattr(
+        training.data, "draw", lambda step, part: drawn.append((step, part)) or draw(step, part)
+    )
+    for _ in range(2):
+        training.round()
+    assert drawn == list(itertools.product(range(2), range(4)))
+    assert own.iteration == 2
+    assert own.synced
+    assert training.data.sequences == 2
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_resumed_run_is_bit_equal(tmp_path: Path, name: str, batches: int) -> None:
+    own = settings(choose(name), batches, steps=8)
+    reason = lacks(own.choice)
+    if reason is not None:
+        pytest.skip(reason)
+    whole = untimed(logged(own))
+    interrupted = run(CONFIG, own, device="cpu", checkpoints=str(tmp_path))
+    before = list(itertools.islice(interrupted, 4))  # steps 0, 2, 4 (saved) and 6
+    interrupted.close()
+    assert [file.name for file in tmp_path.iterdir()] == [f"{own.name}.pt"]
+    resumed = logged(own, checkpoints=str(tmp_path))
+    assert untimed(resumed) == whole
+    assert resumed[:3] == before[:3]  # handed out again, with their times
+    assert resumed[3]["elapsed"] > resumed[2]["elapsed"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
+    own = settings(choose("sisa"), steps=8)
+    list(itertools.islice(run(CONFIG, own, device="cpu", checkpoints=str(tmp_path)), 3))
+    other = dataclasses.replace(own, choice=choose("sisa", sigma=0.5))
+    assert other.name == own.name
+    assert untimed(logged(other, checkpoints=str(tmp_path))) == untimed(logged(other))
+
+
+@pytest.mark.parametrize("lr", [1e4, 1e30])
+def test_diverged_run_ends_early(lr: float) -> None:
+    lines = logged(settings(choose("adamw", lr=lr)))
+    assert lines[-1]["diverged"]
+    assert lines[-1]["step"] < 12
+    assert not any(line["diverged"] for line in lines[:-1])
+    assert "NaN" not in json.dumps(lines)
+    assert "Infinity" not in json.dumps(lines)
+
+
+def test_compile_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("torch.compile", lambda model: asked.append(model) or model)
+    own = settings(choose("sisa"), steps=2)
+    assert untimed(logged(own, compile=True)) == untimed(logged(own))
+    assert len(asked) == 1
+
+
+def test_micro_batch_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert micro_batch(SIZES["tiny"], 16, cpu) == 16
+    assert micro_batch(SIZES["gpt2"], 64, cpu) == 1
+    for free, expected in ((139, 64), (80, 32), (24, 16), (8, 4), (0, 1)):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda d, free=free: (free * 2**30, 0))
+        assert micro_batch(SIZES["gpt2"], 64, gpu) == expected
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda d: (139 * 2**30, 0))
+    assert micro_batch(SIZES["gpt2"], 48, gpu) == 48
+
+
+# The commands
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Config:
+    trials = tuple(Trial(choose(name), name) for name in ("sisa", "misa", "soap"))
+    config = dataclasses.replace(CONFIG, trials=trials, steps=4)
+    recipe = dataclasses.replace(RECIPE, presets={"quick": config})
+    monkeypatch.setitem(command.RECIPES, "language", recipe)
+    monkeypatch.setattr("recipes.language.tune.PRESETS", {"quick": config})
+    # By the module itself: the package has a function of the same name.
+    monkeypatch.setattr(sys.modules["recipes.language.check"], "LEARNS", 2.0)
+    monkeypatch.chdir(tmp_path)
+    return config
+
+
+@pytest.mark.usefixtures("small")
+def test_command_leaves_out_what_cannot_be_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    reasons = {"misa": "no such thing", "soap": "sold out"}
+    recipe = dataclasses.replace(
+        command.RECIPES["language"], lacks=lambda own: reasons.get(own.choice.name)
+    )
+    monkeypatch.setitem(command.RECIPES, "language", recipe)
+    command.main(["language", "--device", "cpu", "--checkpoints", "saved"])
+    out = capsys.readouterr().out
+    assert "misa_m1_seed0: left out, no such thing" in out
+    assert "2 of 3 runs are still to be done" in out
+    results = json.loads(Path("runs/quick/language.json").read_text(encoding="utf-8"))
+    assert list(results["runs"]) == ["sisa_m1_seed0"]
+    assert results["missing"] == ["misa_m1_seed0", "soap_m1_seed0"]
+    assert results["runs"]["sisa_m1_seed0"]["step"] == [0, 2, 4]
+    for suffix in ("md", "svg"):
+        assert Path(f"runs/quick/language.{suffix}").stat().st_size
+
+
+def test_missing_tokens_end_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    words = ["language", "--preset", "pilot", "--data", str(tmp_path), "--only", "adamw*"]
+    with pytest.raises(SystemExit, match="gutenberg/train_gpt2_"):
+        command.main([*words, "--device", "cpu", "--out", str(tmp_path)])
+
+
+@pytest.mark.usefixtures("small")
+def test_tuning_counts_all_trials(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--optimizer", "sisa", "--device", "cpu", "--out", "there", "--grid"]
+    tune.main([*words, "sigma=0.3,3", "warm_up=2"])
+    tune.main([*words, "sigma=3", "warm_down=0.5"])
+    found = json.loads(Path("there/quick_sisa_m1.json").read_text(encoding="utf-8"))
+    assert found["count"] == 3
+    assert next(iter(found["trials"])) == "sisa_sigma0.3_warm_up2_steps4_m1_seed0"
+    choices = [trial["settings"]["choice"] for trial in found["trials"].values()]
+    assert [choice["options"]["sigma"] for choice in choices] == [0.3, 3.0, 3.0]
+    assert [choice["warm_up"] for choice in choices] == [2, 2, 0]
+    assert choices[2]["warm_down"] == 0.5
+    assert "best of 3: sisa" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        tune.main([*words, "sigma"])
+    assert "--grid must look like sigma=1,2,5, got 'sigma'" in capsys.readouterr().err
