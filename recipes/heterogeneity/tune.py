@@ -2,8 +2,10 @@
 
     python -m recipes.heterogeneity.tune --dataset mnist --algorithm sisa --grid sigma=2,5 rho=1,10
 
-Every trial goes into the JSON file that is written, so that the choice can be made again from it.
-The test data are not looked at. Trials that are finished in the log are not run again.
+Every trial goes into `tuning.json`, beside those of earlier commands with the same `--out`, and
+what is best of all of them is chosen. A copy of that file in this folder is where the recipe has
+its settings from. The test data are not looked at. Trials that are finished in the log are not run
+again.
 """
 
 import argparse
@@ -61,19 +63,15 @@ def label(trial: Choice) -> str:
     return "_".join(f"{name}{value:g}" for name, value in parts.items())
 
 
-def choose(done: list[dict[str, Any]], by: str) -> dict[str, Any]:
+def choose(trials: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
     """The settings with the best accuracy, on average over the seeds."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for trial in done:
-        groups.setdefault(json.dumps(what(trial)), []).append(trial)
+    for trial in trials:
+        what = {name: trial[name] for name in ("options", *WORK)}
+        groups.setdefault(json.dumps(what), []).append(trial)
     means = {key: statistics.fmean(t[by] for t in group) for key, group in groups.items()}
     winner = max(means, key=lambda key: means[key])
     return {**json.loads(winner), "accuracy": round(means[winner], 2)}
-
-
-def what(trial: dict[str, Any]) -> dict[str, Any]:
-    """What of a trial is chosen."""
-    return {name: trial["settings"][name] for name in ("options", *WORK)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,14 +82,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--dataset", choices=list(CHOICES), nargs="+", required=True)
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), nargs="+", required=True)
-    parser.add_argument("--labels", type=int, default=1, help="per client; default 1")
+    parser.add_argument("--labels", type=int, nargs="+", default=[1], help="default 1")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="rounds between evaluations")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--samples", type=int, default=0, help="to train on; default all")
     parser.add_argument("--grid", nargs="+", default=[], metavar="NAME=A,B", help="in its place")
-    parser.add_argument("--by", choices=["best", "last"], default="best", help="round that counts")
+    parser.add_argument("--by", choices=["last", "best"], default="last", help="round that counts")
     parser.add_argument("--out", type=Path, default=Path("runs/tune"), help="folder")
     takes = ("device", "data")
     add_resources(parser, takes)
@@ -103,11 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     config = Config((), args.rounds, args.every, args.seeds, args.seed)
     plans = {
-        (dataset, name): trials(
-            dataset, args.labels, name, grid or GRIDS[name], config, args.samples
-        )
-        for dataset in args.dataset
-        for name in args.algorithm
+        cell: trials(*cell, grid or GRIDS[cell[2]], config, args.samples)
+        for cell in itertools.product(args.dataset, args.labels, args.algorithm)
     }
     plan = {name: made for own in plans.values() for name, made in own.items()}
     runs = Runs(run, config, plan, args.out / "logs", options, {}, args.jobs)
@@ -116,30 +111,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     except FileNotFoundError as missing:
         parser.error(str(missing))
     runs.do(list(plan))
-    found = [
-        {
-            **{"dataset": dataset, "labels": args.labels, "algorithm": name, "by": args.by},
-            **summarise([runs.log(trial) for trial in own], args.by),
-        }
-        for (dataset, name), own in plans.items()
-    ]
-    for entry in found:
-        print(f"{entry['dataset']} {entry['algorithm']}: {json.dumps(entry['chosen'])}")
     path = args.out / "tuning.json"
-    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    found = {cell_of(entry): entry for entry in before}
+    for cell, own in plans.items():
+        old = found[cell]["trials"] if cell in found else []
+        found[cell] = summarise(cell, old, [runs.log(trial) for trial in own], args.by)
+        print(f"{', '.join(map(str, cell))}: {json.dumps(found[cell]['chosen'])}")
+    path.write_text(json.dumps(list(found.values())) + "\n", encoding="utf-8")
     print(path)
 
 
-def summarise(logs: Sequence[dict[str, Any] | None], by: str) -> dict[str, Any]:
-    """What was chosen, of how many trials, and what came of each."""
-    done = [condense(log) for log in logs if log is not None]
-    shown = [
-        {**what(trial), "seed": trial["settings"]["seed"], "best": trial["best"]}
-        | {"last": trial["last"], "samples": trial["settings"]["samples"]}
-        for trial in done
-    ]
-    computer = {name: done[0][name] for name in ("versions", "hardware")}
-    return {"count": len(done), "chosen": choose(done, by), "trials": shown, **computer}
+def cell_of(entry: dict[str, Any]) -> tuple[str, int, str]:
+    return entry["dataset"], entry["labels"], entry["algorithm"]
+
+
+def summarise(
+    cell: tuple[str, int, str],
+    old: Sequence[dict[str, Any]],
+    logs: Sequence[dict[str, Any] | None],
+    by: str,
+) -> dict[str, Any]:
+    """What was chosen, of how many trials, and what came of each, those of before included."""
+    trials = {json.dumps(trial["settings"]): trial for trial in old}
+    for log in logs:
+        assert log is not None
+        done = condense(log)
+        kept = {name: done["settings"][name] for name in ("options", *WORK)}
+        kept |= {name: done[name] for name in ("best", "last", "versions", "hardware", "settings")}
+        trials[json.dumps(done["settings"])] = kept
+    dataset, labels, algorithm = cell
+    return {
+        **{"dataset": dataset, "labels": labels, "algorithm": algorithm, "by": by},
+        "count": len(trials),
+        "chosen": choose(list(trials.values()), by),
+        "trials": list(trials.values()),
+    }
 
 
 if __name__ == "__main__":

@@ -10,8 +10,16 @@ import torch
 
 from recipes import __main__ as command
 from recipes import datasets
-from recipes.heterogeneity import RECIPE, tune
-from recipes.heterogeneity.config import ALGORITHMS, CHOICES, PRESETS, Config, Settings, plan
+from recipes.heterogeneity import RECIPE, config, tune
+from recipes.heterogeneity.config import (
+    ALGORITHMS,
+    CHOICES,
+    PRESETS,
+    Choice,
+    Config,
+    Settings,
+    plan,
+)
 from recipes.heterogeneity.models import build, lenet, mlp
 from recipes.heterogeneity.run import CLASSES, algorithm, run
 from torchpisa import federated
@@ -201,9 +209,9 @@ def test_sisa_learns_from_clients_with_one_label() -> None:
 
 
 def test_grid_makes_trials() -> None:
-    config = Config((), rounds=20, every=5, seeds=2)
+    shared = Config((), rounds=20, every=5, seeds=2)
     grid = {"lr": (0.1, 0.2), "epochs": (1.0, 3.0)}
-    made = tune.trials("mnist", 2, "fedprox", grid, config)
+    made = tune.trials("mnist", 2, "fedprox", grid, shared)
     assert len(made) == 2 * 2 * 2
     trial = made["mnist_2label_fedprox_seed1_lr0.2_mu0.01_epochs3_batch64_rounds20"]
     assert (trial.epochs, trial.rounds, trial.labels, trial.seed) == (3, 20, 2, 1)
@@ -225,27 +233,54 @@ def test_tune_writes_every_trial(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (saved["dataset"], saved["labels"], saved["algorithm"]) == ("digits", 1, "sisa")
     assert saved["count"] == len(saved["trials"]) == 2
     assert [trial["options"]["sigma"] for trial in saved["trials"]] == [2, 1e4]
-    assert {trial["samples"] for trial in saved["trials"]} == {600}
+    assert {trial["settings"]["samples"] for trial in saved["trials"]} == {600}
+    assert all(trial["settings"]["validation"] for trial in saved["trials"])
     assert saved["chosen"]["options"] == {"sigma": 2.0, "rho": 100.0, "beta": 0.999}
-    assert saved["chosen"]["accuracy"] == max(trial["best"] for trial in saved["trials"])
-    assert "digits sisa" in capsys.readouterr().out
+    assert saved["chosen"]["accuracy"] == max(trial["last"] for trial in saved["trials"])
+    assert "digits, 1, sisa" in capsys.readouterr().out
     tune.main([*arguments, "--samples", "600"])
     assert capsys.readouterr().out.count("in the log") == 2
 
 
+def test_later_trials_join_earlier_ones(tmp_path: Path) -> None:
+    arguments = ["--dataset", "digits", "--algorithm", "fedsgd", "--rounds", "10"]
+    arguments += ["--out", str(tmp_path), "--device", "cpu", "--grid"]
+    for values in ("lr=0.001,0.3", "lr=0.3,0.002"):
+        tune.main([*arguments, values])
+    (saved,) = json.loads((tmp_path / "tuning.json").read_text(encoding="utf-8"))
+    assert [trial["options"]["lr"] for trial in saved["trials"]] == [0.001, 0.3, 0.002]
+    assert saved["count"] == 3
+    assert saved["chosen"]["options"] == {"lr": 0.3}
+
+
+def test_the_recipe_takes_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"options": {"lr": 0.7}, "epochs": 0.5, "batch_size": 8, "rounds": 9, "accuracy": 1}
+    cell = {"dataset": "mnist", "labels": 2, "algorithm": "fedavg"}
+    path = tmp_path / "tuning.json"
+    path.write_text(json.dumps([{**cell, "chosen": chosen}]), encoding="utf-8")
+    monkeypatch.setattr(config, "TUNING", path)
+    config.tuned.cache_clear()
+    try:
+        assert config.choice("mnist", 2, "fedavg") == Choice({"lr": 0.7}, 0.5, 8)
+        assert config.choice("mnist", 1, "fedavg") == config.CHOICES["mnist"]["fedavg"]
+    finally:
+        config.tuned.cache_clear()
+
+
 def test_several_are_tuned_at_once(tmp_path: Path) -> None:
     arguments = ["--dataset", "digits", "--algorithm", "fedavg", "fednova", "--grid", "lr=0.1"]
-    arguments += ["--rounds", "2", "--out", str(tmp_path), "--device", "cpu"]
+    arguments += ["--rounds", "2", "--out", str(tmp_path), "--device", "cpu", "--labels", "1", "2"]
     tune.main(arguments)
     saved = json.loads((tmp_path / "tuning.json").read_text(encoding="utf-8"))
-    assert [entry["algorithm"] for entry in saved] == ["fedavg", "fednova"]
+    cells = [(entry["labels"], entry["algorithm"]) for entry in saved]
+    assert cells == [(1, "fedavg"), (1, "fednova"), (2, "fedavg"), (2, "fednova")]
     assert all(entry["chosen"]["epochs"] == 1 for entry in saved)
 
 
 def test_choice_is_by_the_mean_over_seeds() -> None:
     def trial(sigma: float, best: float, last: float) -> dict[str, object]:
         work = {"epochs": 0, "batch_size": 64, "rounds": 9}
-        return {"settings": {"options": {"sigma": sigma}, **work}, "best": best, "last": last}
+        return {"options": {"sigma": sigma}, **work, "best": best, "last": last}
 
     done = [trial(1, 99, 10), trial(1, 50, 10), trial(2, 80, 70), trial(2, 80, 5)]
     assert tune.choose(done, "best")["options"] == {"sigma": 2}
