@@ -2,7 +2,8 @@
 
 FedAvg, FedProx, FedNova and Scaffold run an epoch of SGD on every client between two exchanges;
 SISA takes one gradient of all the client's data. Everyone sees every sample once per round. The
-settings are the best of 4 to 20 trials each on validation data that the demo does not touch.
+settings were chosen on the 297 digits that are neither trained nor tested on here, in 13 to 15
+trials for each of the four, and in 212 for SISA, which has more to set.
 """
 
 import argparse
@@ -41,10 +42,10 @@ CLIENTS, LABELS = 10, (1, 2, 3)
 POINTS = 40  # how often a run is measured
 EPOCH = Epochs(epochs=1, batch_size=10)
 ALGORITHMS: dict[str, tuple[Algorithm, str]] = {  # colours: Okabe and Ito, for all eyes
-    "FedAvg": (FedAvg(lr=0.3, local=EPOCH), "#000000"),
-    "FedProx": (FedProx(lr=0.3, mu=0.1, local=EPOCH), "#009E73"),
-    "FedNova": (FedNova(lr=0.3, local=EPOCH), "#CC79A7"),
-    "Scaffold": (Scaffold(lr=0.3, local=EPOCH), "#D55E00"),
+    "FedAvg": (FedAvg(lr=0.5, local=EPOCH), "#000000"),
+    "FedProx": (FedProx(lr=0.5, mu=0.1, local=EPOCH), "#009E73"),
+    "FedNova": (FedNova(lr=0.5, local=EPOCH), "#CC79A7"),
+    "Scaffold": (Scaffold(lr=0.5, lr_decay=0.98, local=EPOCH), "#D55E00"),
     "SISA": (SISA(sigma=0.3, rho=50.0, beta=0.99, gamma=0.985), "#0072B2"),
 }
 
