@@ -77,7 +77,7 @@ unwanted = optional & set(sys.modules)
 assert not unwanted, f"import torchpisa also imports {unwanted}"
 assert torchpisa.__version__ == importlib.metadata.version("torchpisa")
 assert importlib.resources.files("torchpisa").joinpath("py.typed").is_file()
-assert all(isinstance(c, type) for c in (torchpisa.PISA, torchpisa.SISA, torchpisa.NSISA))
+assert all(isinstance(c, type) for c in (torchpisa.PISA, torchpisa.NSISA, torchpisa.MISA))
 
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 2)
@@ -216,7 +216,7 @@ def test_public_names_are_documented(package: Member) -> None:
         for name in map(str, module.exports or ())
         if name != "__version__"
     ]
-    assert {"PISA", "SISA", "NSISA"} <= {member.name for member in public}
+    assert {"PISA", "SISA", "NSISA", "MISA"} <= {member.name for member in public}
     without_docstring = {m.path for m in public if not m.has_docstring}
     assert not without_docstring, f"no docstring: {sorted(without_docstring)}"
     missing = {m.path for m in public if not m.is_module and m.canonical_path not in shown}

@@ -12,7 +12,10 @@ from tests.diagnostics.test_watch import Rows, iterations
 from torchpisa import NSISA, SISA
 from torchpisa.diagnostics import Diagnostics
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:the . batches hardly agree:UserWarning"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -16,6 +16,9 @@ from torchpisa import NSISA, SISA
 from torchpisa.diagnostics import Diagnostics
 from torchpisa.distributed import attach, shard
 
+# Noise and unequal data, where it is right to warn.
+pytestmark = pytest.mark.filterwarnings("ignore:the . batches hardly agree:UserWarning")
+
 Rows = list[dict[str, float]]
 
 DTYPE = torch.float64

@@ -13,6 +13,9 @@ from torchpisa.diagnostics import Diagnostics
 from torchpisa.diagnostics.sample import pieces
 from torchpisa.preconditioners import Preconditioner, SecondMoment
 
+# Noise and unequal data, where it is right to warn.
+pytestmark = pytest.mark.filterwarnings("ignore:the . batches hardly agree:UserWarning")
+
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
 HETEROGENEOUS = {

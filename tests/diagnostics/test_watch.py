@@ -21,6 +21,9 @@ from torchpisa import SISA
 from torchpisa.diagnostics import Diagnostics
 from torchpisa.diagnostics.rows import COLUMNS
 
+# Noise and unequal data, where it is right to warn.
+pytestmark = pytest.mark.filterwarnings("ignore:the . batches hardly agree:UserWarning")
+
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
 Rows = list[dict[str, float]]

@@ -7,14 +7,22 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-from torchpisa import NSISA, SISA
+from torchpisa import MISA, NSISA, SISA
 
 Weights = list[Tensor]
 
 # Everything is different for every node, so that nothing can be mixed up unnoticed.
 NODES = range(4)
-SIGMA = {SISA: [3.0, 2.5, 4.0, 3.5], NSISA: [80.0, 90.0, 70.0, 85.0]}
-RHO = {SISA: [20.0, 30.0, 15.0, 25.0], NSISA: [100.0, 80.0, 90.0, 110.0]}
+SIGMA = {
+    SISA: [3.0, 2.5, 4.0, 3.5],
+    NSISA: [80.0, 90.0, 70.0, 85.0],
+    MISA: [3.0, 2.5, 4.0, 3.5],
+}
+RHO = {
+    SISA: [20.0, 30.0, 15.0, 25.0],
+    NSISA: [100.0, 80.0, 90.0, 110.0],
+    MISA: [2.0, 3.0, 1.5, 2.5],
+}
 GAMMA = [0.999, 0.99, 1.0, 0.995]
 SIZE = [1, 3, 2, 5]
 COMMON = {"weight_decay": 0.01, "consensus_decay": 0.02}
@@ -26,7 +34,7 @@ def settings(make: Any, nodes: list[int]) -> dict[str, Any]:
     def own(values: list[float]) -> list[float]:
         return [values[node] for node in nodes]
 
-    more = {"sisa_sigma": own(SIGMA[SISA]), "sisa_rho": own(RHO[SISA])} if make is NSISA else {}
+    more = {"sisa_sigma": own(SIGMA[SISA]), "sisa_rho": own(RHO[SISA])} if make is not SISA else {}
     return {
         "sigma": own(SIGMA[make]),
         "rho": own(RHO[make]),

@@ -23,7 +23,7 @@ from tests.distributed.problem import (
 )
 from tests.distributed.processes import run
 from tests.distributed.test_process_group import TOLERANCE
-from torchpisa import NSISA, PISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.distributed import shard
 from torchpisa.kernels import newton_schulz, sharded
 from torchpisa.preconditioners import SecondMoment
@@ -71,6 +71,8 @@ def test_hsdp_equals_one_process(make: Any, dtype: torch.dtype) -> None:
         (NSISA, {"clip": 0.7}),
         (NSISA, {"foreach": False}),
         (NSISA, {"nesterov": True, "aspect_scaling": True}),
+        (MISA, {"clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
+        (MISA, {"foreach": False}),
     ],
     ids=str,
 )
@@ -93,9 +95,20 @@ def fully_sharded(make: Any, **more: Any) -> Any:
     return whole(model)
 
 
-@pytest.mark.parametrize("make", [SISA, NSISA])
+@pytest.mark.parametrize("make", [SISA, NSISA, MISA])
 def test_fsdp_equals_one_process(make: Any) -> None:
     assert difference(run(fully_sharded, 3, make), alone(make, 2, 10)) <= 1e-10
+
+
+def averages_of_shards() -> None:
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"average must be 0 for sharded parameters, got 0\.9"):
+        MISA(model.parameters(), average=0.9)
+
+
+def test_averages_of_shards_are_refused() -> None:
+    run(averages_of_shards, 2)
 
 
 def unknown_preconditioner() -> Any:
@@ -136,7 +149,11 @@ def orthogonalised(shapes: list[tuple[int, ...]], placements: list[Any]) -> floa
     matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     grid = init_device_mesh("cpu", (size // 2, 2) if len(placements) == 2 else (size,))
     wholes = [distribute_tensor(matrix, grid, placements) for matrix in matrices]
-    parts = sharded.orthogonalize([sharded.local(w) for w in wholes], wholes, 5, None)
+    parts = sharded.solve(
+        [sharded.local(w) for w in wholes],
+        wholes,
+        lambda matrices: newton_schulz.orthogonalize(matrices, 5, None),
+    )
     worst = 0.0
     for matrix, spread, part in zip(matrices, wholes, parts, strict=True):
         (o,) = newton_schulz.orthogonalize([matrix.flatten(1)], 5)

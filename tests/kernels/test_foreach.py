@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchpisa import NSISA, PISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 
 SHAPES = [(), (1,), (7,), (0,), (3, 4), (5, 2), (2, 3, 4), (4, 1, 3, 3), (1, 6), (6, 1)]
 TOLERANCE = {
@@ -58,13 +58,23 @@ nsisa = st.tuples(
         }
     ),
 )
+misa = st.tuples(
+    st.just(MISA),
+    st.fixed_dictionaries(
+        {
+            "average": st.sampled_from([0.0, 0.9]),
+            "eta": st.sampled_from([0.3, math.inf]),
+            "aspect_scaling": st.booleans(),
+        }
+    ),
+)
 tensors = st.lists(
     st.tuples(st.sampled_from(SHAPES), st.sampled_from(list(TOLERANCE))), min_size=1, max_size=5
 )
 
 
 @settings(max_examples=120, deadline=None)
-@given(pisa | sisa | nsisa, common, tensors, st.integers(0, 2**16))
+@given(pisa | sisa | nsisa | misa, common, tensors, st.integers(0, 2**16))
 def test_foreach_equals_loop(kind, common, tensors, seed):
     cls, own = kind
     if cls is NSISA:
@@ -103,7 +113,7 @@ def test_foreach_equals_loop(kind, common, tensors, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("batches", [1, 4])
-@pytest.mark.parametrize("cls", [PISA, SISA, NSISA])
+@pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
 def test_foreach_equals_loop_closely(cls, batches, dtype):
     """Full-precision parameters agree to 1e-6 (float32) and 1e-12 (float64) after 20 steps."""
     ends = []

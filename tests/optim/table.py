@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchpisa import NSISA, PISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.penalty import Every
 from torchpisa.preconditioners import SecondMoment
 
@@ -52,6 +52,13 @@ ENTRIES = [
         "nsisa-m2",
         NSISA,
         {"batches": 2, "nesterov": True, "aspect_scaling": True, "ns_dtype": None},
+    ),
+    # sigma as a curvature of 2 needs it: near a minimum nothing else damps the memoryless form.
+    Entry("misa", MISA, {"sigma": 3.0, "rho": 10.0}),
+    Entry(
+        "misa-m2",
+        MISA,
+        {"sigma": 3.0, "batches": 2, "average": 0.9, "aspect_scaling": True, "eta": 2.0},
     ),
 ]
 
@@ -119,5 +126,12 @@ BAD_OWN = {
         BadInput({"perturbation": 1.0}, r"perturbation must be in \[0, 1\), got 1\.0"),
         BadInput({"sisa_sigma": 0.0}, r"sisa_sigma must be a finite number > 0, got 0\.0"),
         BadInput({"sisa_rho": -1.0}, r"sisa_rho must be a finite number >= 0, got -1\.0"),
+    ],
+    MISA: [
+        BadInput({"eta": 0.0}, r"eta must be a number > 0, got 0\.0"),
+        BadInput({"average": 1.0}, r"average must be in \[0, 1\), got 1\.0"),
+        BadInput({"average": True}, r"average must be in \[0, 1\), got True"),
+        BadInput({"aspect_scaling": "x"}, r"aspect_scaling must be one of True, False, got 'x'"),
+        BadInput({"sisa_sigma": 0.0}, r"sisa_sigma must be a finite number > 0, got 0\.0"),
     ],
 }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.optim.table import ENTRIES
-from torchpisa import NSISA, PISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.optim.param_groups import split
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -229,7 +229,7 @@ def test_odd_shapes(entry, foreach):
 
 @each
 def test_complex_equals_its_real_view(entry):
-    if entry.make is NSISA:
+    if entry.make in (NSISA, MISA):
         pytest.skip("a real matrix is orthogonalised, a complex one takes SISA's rule")
     z = nn.Parameter(torch.randn(5, dtype=torch.complex128))
     x = nn.Parameter(torch.view_as_real(z.detach()).clone())
@@ -449,6 +449,8 @@ def test_memory_is_as_promised():
         (SISA([p], batches=4, state_dtype=torch.bfloat16), 18),
         (NSISA([p]), 8),
         (NSISA([p], batches=2), 20),
+        (MISA([p]), 4),
+        (MISA([p], batches=2), 12),
         (PISA([p]), 4),
     ]:
         memory = opt.memory()

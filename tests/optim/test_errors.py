@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.optim.table import BAD_COMMON, BAD_OWN, ENTRIES
-from torchpisa import NSISA, PISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.optim.param_groups import split
 from torchpisa.preconditioners import Hessian, NewtonSchulz, Preconditioner, SecondMoment
 
@@ -35,7 +35,7 @@ def stepped(entry, steps=1):
     return p, opt
 
 
-CASES = [(cls, bad) for cls in (PISA, SISA, NSISA) for bad in [*BAD_COMMON, *BAD_OWN[cls]]]
+CASES = [(cls, bad) for cls in (PISA, SISA, NSISA, MISA) for bad in [*BAD_COMMON, *BAD_OWN[cls]]]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_bad_group_is_refused_and_nothing_added(entry):
 
 
 def test_empty_parameter_list_is_torchs_error():
-    for cls in (PISA, SISA, NSISA):
+    for cls in (PISA, SISA, NSISA, MISA):
         with pytest.raises(ValueError, match="empty parameter list"):
             cls([])
 

@@ -19,7 +19,7 @@ from torchpisa.kernels.job import real, state_key
 from torchpisa.optim import report, rounds
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.ranks import on_device
-from torchpisa.preconditioners import NewtonSchulz
+from torchpisa.preconditioners import NewtonSchulz, Spectral
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -211,6 +211,8 @@ def _diagonal(
             return None
         share = (rho * delta.abs() / sigma).clamp(max=1 - torch.finfo(delta.dtype).eps)
         return sigma * share / (1 - share), stepped
+    if type(own) is Spectral:  # it turns coordinates into one another, and has no diagonal
+        return None
     steps = new.steps[:, section.tensor_of]
     if foreach.knows(own):
         names = own.init(new.duals[:0])

@@ -3,17 +3,23 @@
 `supports` says which jobs; everything else goes through the loop.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.kernels import newton_schulz, sharded
+from torchpisa.kernels import newton_schulz, resolvent, sharded
 from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
 from torchpisa.kernels.rounding import store
-from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
+from torchpisa.preconditioners import (
+    Identity,
+    NewtonSchulz,
+    Preconditioner,
+    SecondMoment,
+    Spectral,
+)
 
 __all__ = ["consensus", "knows", "local_step", "residual_norm", "supports"]
 
@@ -125,10 +131,14 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     if own.nesterov:
         bs = list(torch._foreach_add(grads, momenta, alpha=own.momentum))
     wholes = [member.whole for member in members if member.whole is not None]
+
+    def orthogonalized(matrices: Sequence[Tensor]) -> Tensors:
+        return newton_schulz.orthogonalize(matrices, own.ns_steps, own.dtype)
+
     if wholes:
-        os = sharded.orthogonalize(bs, wholes, own.ns_steps, own.dtype)
+        os = sharded.solve(bs, wholes, orthogonalized)
     else:
-        os = newton_schulz.orthogonalize([b.flatten(1) for b in bs], own.ns_steps, own.dtype)
+        os = orthogonalized([b.flatten(1) for b in bs])
     if own.aspect_scaling:
         shapes = [whole.shape for whole in wholes or bs]
         scales = [own.scale(shape[0], shape.numel() // shape[0]) for shape in shapes]
@@ -149,9 +159,37 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     return sums
 
 
+def _spectral(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
+    own = job.preconditioner
+    assert isinstance(own, Spectral)
+    rs = _residuals(job, duals, grads)
+    wholes = [member.whole for member in members if member.whole is not None]
+    if own.average:
+        stored = _own(members, "average", job.slot)
+        averages = _as(stored, rs[0].dtype)
+        matrices, steps = [r.flatten(1) for r in rs], _steps(job, members)
+        ys, averages = resolvent.averaged(matrices, averages, steps, own, job.sigma, job.rho)
+        _write_back(stored, averages, job.stochastic_rounding)
+    else:
+
+        def solve(matrices: Sequence[Tensor]) -> Tensors:
+            return resolvent.resolvents(matrices, own, job.sigma, job.rho)
+
+        ys = sharded.solve(rs, wholes, solve) if wholes else solve([r.flatten(1) for r in rs])
+    # Into the memory of r, which is laid out like the dual.
+    torch._foreach_copy_(rs, [y.reshape(r.shape) for y, r in zip(ys, rs, strict=True)])
+    torch._foreach_mul_(rs, -job.sigma)
+    return rs
+
+
 _SOLVERS: dict[
     type[Preconditioner], Callable[[LocalJob, list[Member], Tensors, Tensors], Tensors]
-] = {Identity: _identity, SecondMoment: _second_moment, NewtonSchulz: _newton_schulz}
+] = {
+    Identity: _identity,
+    SecondMoment: _second_moment,
+    NewtonSchulz: _newton_schulz,
+    Spectral: _spectral,
+}
 
 
 def _alike(members: list[Member], slot: int) -> Iterator[list[Member]]:

@@ -2,7 +2,7 @@
 
 SISA's rule goes element by element, so every process steps its own part with the kernels that it
 has for plain tensors. What concerns whole parameters or whole gradients is here: sums over all
-parts, and Newton-Schulz, for which matrices go to one process each and come back.
+parts, and what is done to whole matrices, for which they go to one process each and come back.
 """
 
 import heapq
@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.job import Member
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.tensor import DTensor
 
-__all__ = ["cut", "groups", "is_sharded", "local", "orthogonalize", "part", "summed"]
+__all__ = ["cut", "groups", "is_sharded", "local", "part", "solve", "summed"]
 
-# Elements that travel together. While some are orthogonalised, the next are on their way.
+# Elements that travel together. While some are solved for, the next are on their way.
 _STAGE = 2**23
 
 
@@ -98,16 +97,17 @@ def summed(value: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
 
 
 @torch.no_grad()
-def orthogonalize(
-    bs: Sequence[Tensor], wholes: Sequence[Tensor], steps: int, dtype: torch.dtype | None
+def solve(
+    bs: Sequence[Tensor],
+    wholes: Sequence[Tensor],
+    solved: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
-    """`newton_schulz.orthogonalize` of matrices of which this process holds parts.
+    """What a function makes of matrices of which this process holds parts.
 
     Args:
         bs: the parts, of one device and dtype.
         wholes: sharded tensors that are laid out like the matrices.
-        steps: Newton-Schulz iterations.
-        dtype: what they are computed in.
+        solved: takes and returns lists of whole matrices, flattened to two dimensions.
 
     Returns:
         The parts of the results, shaped like `bs`.
@@ -120,17 +120,13 @@ def orthogonalize(
             by_rows.setdefault(group, []).append(index)
             continue
         full = _like(whole, bs[index]).full_tensor()
-        (o,) = newton_schulz.orthogonalize([full.flatten(1)], steps, dtype)
-        os[index] = cut(o.view_as(full), whole)
-
-    def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
-        return newton_schulz.orthogonalize(matrices, steps, dtype)
-
+        (o,) = solved([full.flatten(1)])
+        os[index] = cut(o.reshape(full.shape), whole)
     for group, indexes in by_rows.items():
-        solved = _by_owners(
-            [bs[index] for index in indexes], [wholes[index] for index in indexes], group, solve
+        parts = _by_owners(
+            [bs[index] for index in indexes], [wholes[index] for index in indexes], group, solved
         )
-        for index, o in zip(indexes, solved, strict=True):
+        for index, o in zip(indexes, parts, strict=True):
             os[index] = o
     return os
 
@@ -172,7 +168,7 @@ def _group_of_rows(whole: Tensor) -> "ProcessGroup | None":
 
 
 class _Matrix(NamedTuple):
-    """A matrix on its way: where it is in the caller's list, and who orthogonalises it."""
+    """A matrix on its way: where it is in the caller's list, and who solves for it."""
 
     position: int
     rows: int
@@ -291,7 +287,7 @@ def _rows(rows: int, process: int, processes: int) -> int:
 
 def _stages(shapes: Sequence[tuple[int, int]], processes: int) -> list[list[_Matrix]]:
     """Matrices that travel together, each with an owner, so that all owners have as much to do."""
-    # Of one shape together, because they are orthogonalised in one batch; large ones first.
+    # Of one shape together, because they are solved for in one batch; large ones first.
     order = sorted(range(len(shapes)), key=lambda i: (-shapes[i][0] * shapes[i][1], shapes[i]))
     bounds = [0]
     elements = 0

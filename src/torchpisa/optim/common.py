@@ -1,4 +1,4 @@
-"""Arguments that PISA, SISA and NSISA share, with their defaults."""
+"""Arguments that PISA, SISA, NSISA and MISA share, with their defaults."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict

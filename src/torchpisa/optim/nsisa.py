@@ -5,18 +5,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
-from torchpisa.checks import check_choice
 from torchpisa.kernels import newton_schulz
-from torchpisa.optim import arguments
-from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.common import Common
+from torchpisa.optim.matrices import MatrixOptimizer
 from torchpisa.optim.rounds import Group
-from torchpisa.optim.sisa import fill_in
-from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment
+from torchpisa.preconditioners import NewtonSchulz
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["NSISA"]
 
 
-class NSISA(ConsensusOptimizer):
+class NSISA(MatrixOptimizer):
     r"""Newton-Schulz-based Inexact Stochastic ADMM (Algorithm 3).
 
     \[
@@ -44,7 +40,7 @@ class NSISA(ConsensusOptimizer):
     orthogonalised.
 
     With batches that differ, NSISA as printed settles where \(\sum_i \alpha_i o_i = 0\), which is
-    not a stationary point of the loss. Use SISA for uneven data.
+    not a stationary point of the loss. Use SISA or MISA for uneven data.
 
     Args:
         params: parameters or parameter groups; groups may override everything but `batches`,
@@ -90,27 +86,29 @@ class NSISA(ConsensusOptimizer):
         eps: float = 0.0,
         **common: "Unpack[Common]",
     ) -> None:
-        sisa_sigma, sisa_rho = fill_in(sisa_sigma, sisa_rho, common)
         own = {
-            "orthogonalize": True,
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
             "perturbation": perturbation,
             "aspect_scaling": aspect_scaling,
-            "sisa_sigma": sisa_sigma,
-            "sisa_rho": sisa_rho,
-            "scheme": scheme,
-            "beta": beta,
-            "eta": eta,
-            "eps": eps,
         }
-        super().__init__(params, sigma, rho, own, **common)
+        super().__init__(
+            params,
+            sigma,
+            rho,
+            own,
+            sisa_sigma=sisa_sigma,
+            sisa_rho=sisa_rho,
+            scheme=scheme,
+            beta=beta,
+            eta=eta,
+            eps=eps,
+            **common,
+        )
 
-    def preconditioner(self, group: Group) -> Preconditioner:
-        if not group["orthogonalize"]:
-            return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
+    def _matrix_preconditioner(self, group: Group) -> NewtonSchulz:
         dtype = group["ns_dtype"]
         return NewtonSchulz(
             group["momentum"],
@@ -121,63 +119,11 @@ class NSISA(ConsensusOptimizer):
             newton_schulz.fast_dtype(group["params"]) if dtype == "auto" else dtype,
         )
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group: as one of matrices and one of the rest, unless it says which."""
-        params = param_group["params"]
-        if isinstance(params, set):  # torch refuses sets, with the reason
-            super().add_param_group(param_group)
-        entries = [params] if isinstance(params, Tensor) else list(params)
-        kinds: dict[bool, list[object]] = {True: [], False: []}
-        for entry in entries:
-            kinds[is_matrix(_tensor(entry))].append(entry)
-        if "orthogonalize" in param_group:
-            kinds = {param_group["orthogonalize"]: entries}
-        before = len(self.param_groups)
-        try:
-            for orthogonalize, of_kind in kinds.items():
-                if of_kind:
-                    self._add({**param_group, "params": of_kind, "orthogonalize": orthogonalize})
-        except Exception:
-            del self.param_groups[before:]
-            raise
-
-    def _add(self, group: Group) -> None:
-        if not group["orthogonalize"]:
-            for name in ("sigma", "rho"):
-                group = {name: group.get(f"sisa_{name}", self.defaults[f"sisa_{name}"]), **group}
-        super().add_param_group(group)
-
     def _check_own(self, group: Group) -> None:
-        check_choice("orthogonalize", group["orthogonalize"], (True, False))
         dtype = group["ns_dtype"]
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if not (floating or dtype is None or dtype == "auto"):
             raise ValueError(
                 f"ns_dtype must be a real floating dtype, None or 'auto', got {dtype!r}"
             )
-        for orthogonalize in (True, False):  # a group may be split, so both rules must hold
-            self.preconditioner({**group, "params": [], "orthogonalize": orthogonalize})
-        for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
-            arguments.per_batch(f"sisa_{name}", group[f"sisa_{name}"], group["batches"], check)
-        if group["orthogonalize"]:
-            for param in map(_tensor, group.get("params", [])):
-                if isinstance(param, Tensor) and not is_matrix(param):
-                    raise ValueError(
-                        "orthogonalize must be False for parameters that are not real matrices, "
-                        f"got {group['orthogonalize']!r} for one of shape {tuple(param.shape)}"
-                    )
-
-
-def is_matrix(param: object) -> bool:
-    """Whether `param` can be orthogonalised: real, with at least two dimensions, and not empty."""
-    return (
-        isinstance(param, Tensor)
-        and param.dim() >= 2
-        and not param.is_complex()
-        and param.numel() > 0
-    )
-
-
-def _tensor(entry: object) -> object:
-    """The parameter of a plain or a named entry."""
-    return entry[1] if isinstance(entry, tuple) else entry
+        super()._check_own(group)

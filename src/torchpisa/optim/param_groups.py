@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from torchpisa.optim.nsisa import is_matrix
+from torchpisa.optim.matrices import is_matrix
 
 __all__ = ["split"]
 
 
 def split(model: nn.Module, head: str | Iterable[str] | None = None) -> list[dict[str, Any]]:
-    """Groups for NSISA: hidden matrices orthogonalised; embeddings, output layer and vectors not.
+    """Groups for NSISA and MISA: hidden matrices apart from embeddings, output layer and vectors.
 
     Args:
         model: the model. A parameter shared by an embedding and another layer counts as embedding.

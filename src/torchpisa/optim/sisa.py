@@ -72,12 +72,16 @@ class SISA(ConsensusOptimizer):
 
 
 def fill_in(
-    sigma: float | Sequence[float] | None, rho: float | Sequence[float] | None, common: Common
+    sigma: float | Sequence[float] | None,
+    rho: float | Sequence[float] | None,
+    common: Common,
+    single: tuple[float, float] = (0.5, 1e3),
+    several: tuple[float, float] = (2.0, 100.0),
 ) -> tuple[float | Sequence[float], float | Sequence[float]]:
-    """The defaults of SISA's rule. Duals of batches that differ grow; they need a larger sigma, and
-    less momentum, than one dual on mixed data does."""
-    single = common.get("batches", 1) == 1 and ranks.join(common.get("process_group"), None) is None
-    default_sigma, default_rho = (0.5, 1e3) if single else (2.0, 100.0)
+    """Defaults of sigma and rho; those of SISA's rule if not told. Duals of batches that differ
+    grow; they need a larger sigma, and less momentum, than one dual on mixed data does."""
+    alone = common.get("batches", 1) == 1 and ranks.join(common.get("process_group"), None) is None
+    default_sigma, default_rho = single if alone else several
     return (
         default_sigma if sigma is None else sigma,
         default_rho if rho is None else rho,

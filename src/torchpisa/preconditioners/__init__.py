@@ -5,6 +5,7 @@ from torchpisa.preconditioners.hessian import Hessian
 from torchpisa.preconditioners.identity import Identity
 from torchpisa.preconditioners.newton_schulz import NewtonSchulz
 from torchpisa.preconditioners.second_moment import SecondMoment
+from torchpisa.preconditioners.spectral import Spectral
 
 __all__ = [
     "Hessian",
@@ -13,4 +14,5 @@ __all__ = [
     "NewtonSchulz",
     "Preconditioner",
     "SecondMoment",
+    "Spectral",
 ]

@@ -1,5 +1,6 @@
 r"""Section 3 of the paper in numbers: constants, the merit function, and certificates of runs."""
 
+from torchpisa.theory.blocks import Blocks
 from torchpisa.theory.certificate import Certificate, Check, certify
 from torchpisa.theory.constants import Constants, constants_of, delta_of
 from torchpisa.theory.lagrangian import augmented_lagrangian, merit
@@ -8,6 +9,7 @@ from torchpisa.theory.problems import Growth, LeastSquares, LogisticRegression, 
 from torchpisa.theory.trajectory import Iterate
 
 __all__ = [
+    "Blocks",
     "Certificate",
     "Check",
     "Constants",

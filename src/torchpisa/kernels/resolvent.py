@@ -1,0 +1,72 @@
+"""`Spectral` for many matrices at once: those of one shape in one batch, within a bound on memory.
+
+The mathematics is in `algorithms/spectral.py`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.kernels.newton_schulz import chunks
+from torchpisa.preconditioners import Spectral
+
+__all__ = ["averaged", "resolvents"]
+
+# As in `newton_schulz`: on a CPU batches spare small matrices the overhead of calls, no more.
+_CPU_CHUNK_BYTES = 4 * 2**20
+
+
+def resolvents(rs: Sequence[Tensor], own: Spectral, sigma: Scalar, rho: Scalar) -> list[Tensor]:
+    """(sigma I + rho Q)^-1 r of the memoryless form for every matrix; the memory is the caller's.
+
+    Args:
+        rs: matrices of one device and dtype.
+        own: says what Q is.
+        sigma: the penalty.
+        rho: the weight of Q.
+    """
+    ys = list(rs)
+    for scale, indexes in _alike(rs, own):
+        # Up to transposition, under which the resolvent is transposed too.
+        wide = [rs[i] if rs[i].size(0) <= rs[i].size(1) else rs[i].mT for i in indexes]
+        y, _ = own.solve_matrix(torch.stack(wide), {}, sigma, rho / scale, 1)
+        for i, each in zip(indexes, y.unbind(), strict=True):
+            ys[i] = each if rs[i].size(0) <= rs[i].size(1) else each.mT
+    return ys
+
+
+def averaged(
+    rs: Sequence[Tensor],
+    averages: Sequence[Tensor],
+    steps: Sequence[Scalar],
+    own: Spectral,
+    sigma: Scalar,
+    rho: Scalar,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same for the form with averages, and the new averages.
+
+    One by one: eigendecompositions are not any faster in batches, and counters may differ.
+    """
+    ys, new_averages = [], []
+    for r, average, step in zip(rs, averages, steps, strict=True):
+        rho_own = rho / own.scale(r.size(0), r.size(1))
+        y, state = own.solve_matrix(r, {"average": average}, sigma, rho_own, step)
+        ys.append(y)
+        new_averages.append(state["average"])
+    return ys, new_averages
+
+
+def _alike(rs: Sequence[Tensor], own: Spectral) -> list[tuple[float, list[int]]]:
+    """Matrices that go in one batch: their scale, and where they are in the list."""
+    by_scale: dict[float, list[int]] = {}
+    for index, r in enumerate(rs):
+        by_scale.setdefault(own.scale(r.size(0), r.size(1)), []).append(index)
+    found = []
+    for scale, indexes in by_scale.items():
+        shapes = [(rs[i].size(0), rs[i].size(1)) for i in indexes]
+        most = _CPU_CHUNK_BYTES if rs[0].device.type == "cpu" else None
+        for chunk in chunks(shapes, rs[0].itemsize, most):
+            found.append((scale, [indexes[i] for i in chunk.indexes]))
+    return found

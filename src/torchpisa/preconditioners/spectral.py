@@ -1,0 +1,136 @@
+"""Q from the singular values of a matrix, the preconditioner of MISA."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms import spectral
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.checks import check_choice, check_range
+from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
+
+__all__ = ["Spectral"]
+
+Method = Literal["auto", "svd", "gram", "polar"]
+"""How the memoryless form is computed."""
+
+
+@dataclass(frozen=True)
+class Spectral(Preconditioner):
+    r"""\(Q_i = \min((r_i r_i^\top)^{1/2}, \eta_i)\): ours, not the paper's.
+
+    For matrices; a tensor of more dimensions (a convolution) is flattened to rows of its first one.
+    \(d_i = -(\sigma_i I + \rho_i Q_i)^{-1} r_i\) keeps the singular vectors of \(r_i\), and takes a
+    singular value \(s\) to \(s / (\sigma_i + \rho_i \min(s, \eta_i))\): small ones are treated as
+    by gradient descent, large ones as by Muon. \(Q_i\) is positive semidefinite, and with a finite
+    `eta` it meets the paper's condition (2.11).
+
+    The dual is all that is kept, 4 bytes per parameter in float32, unless `average` is more
+    than 0: then \(Q_i = \min(A_i^{1/2}, \eta_i)\) with an exponential average \(A_i\) of
+    \(r_i r_i^\top\), or of \(r_i^\top r_i\) if that is smaller. This is the one state that is not
+    shaped like its parameter, so it does not go with sharded parameters.
+
+    Args:
+        eta: \(\eta_i\), cap of the eigenvalues of Q.
+        average: how much of the average is kept from round to round, in [0, 1); 0 for none of it.
+        aspect_scaling: divide Q by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), so that large
+            singular values become that much more than \(1/\rho_i\), as in `NewtonSchulz`.
+        method: how the form without average is computed: `"svd"`, as defined; `"gram"`, an
+            eigendecomposition in float64; `"polar"`, products and one Cholesky decomposition in
+            float32, for which nothing waits for the device; `"auto"` is `"svd"` for float64, else
+            `"gram"` on CPUs and `"polar"` elsewhere. Averages take an eigendecomposition in float64
+            anywhere.
+    """
+
+    eta: float = math.inf
+    average: float = 0.0
+    aspect_scaling: bool = False
+    method: Method = "auto"
+
+    def __post_init__(self) -> None:
+        check_range("eta", self.eta, 0, low_open=True)
+        check_range("average", self.average, 0, 1, high_open=True)
+        check_choice("aspect_scaling", self.aspect_scaling, (True, False))
+        check_choice("method", self.method, ("auto", "svd", "gram", "polar"))
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            if param.dim() < 2 or param.is_complex() or not param.numel():
+                raise ValueError(
+                    "params must be real matrices for Spectral, got one of shape "
+                    f"{tuple(param.shape)} and {param.dtype}"
+                )
+            self._check_sharding(param)
+
+    def _check_sharding(self, param: Tensor) -> None:
+        if self.average and hasattr(param, "full_tensor"):
+            raise ValueError(
+                f"average must be 0 for sharded parameters, got {self.average!r}: the average of a "
+                "matrix is not shaped like it and cannot be sharded with it"
+            )
+
+    def init(self, param: Tensor) -> dict[str, Tensor]:
+        if not self.average:
+            return {}
+        self._check_sharding(param)
+        n = min(param.size(0), param.numel() // param.size(0))
+        return {"average": param.new_zeros(n, n)}
+
+    def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        r = problem.residual
+
+        def solved(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.solve_matrix(
+                matrix, state, problem.sigma, problem.rho / self.scale(*matrix.shape), problem.step
+            )
+
+        if hasattr(r, "full_tensor"):  # sharded: everybody solves for all of it
+            return _everywhere(r, lambda full: solved(full)[0]), {}
+        y, new_state = solved(r.flatten(1))
+        return -y.reshape(r.shape), new_state
+
+    def solve_matrix(
+        self, r: Tensor, state: State, sigma: Scalar, rho: Scalar, step: Scalar
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        r"""\((\sigma I + \rho Q)^{-1} r\) of matrices of one shape, and the new state.
+
+        Args:
+            r: matrices in the last two dimensions; leading dimensions are a batch.
+            state: of all of them together.
+            sigma: \(\sigma_i\).
+            rho: \(\rho_i\), by `scale`.
+            step: how often the state was updated, this time included.
+        """
+        if self.average:
+            average = spectral.update_average(state["average"], r, self.average)
+            y = spectral.averaged(r, average, step, self.average, sigma, rho, self.eta)
+            return y, {"average": average}
+        return self._resolvent(r)(r, sigma, rho, self.eta), {}
+
+    def _resolvent(self, r: Tensor) -> Callable[[Tensor, Scalar, Scalar, float], Tensor]:
+        method = self.method
+        if method == "auto":
+            on_cpu = r.device.type == "cpu"
+            method = "svd" if r.dtype == torch.float64 else "gram" if on_cpu else "polar"
+        ways = {"svd": spectral.by_svd, "gram": spectral.by_gram, "polar": spectral.by_polar}
+        return ways[method]
+
+    def scale(self, rows: int, cols: int) -> float:
+        """What Q of a matrix is divided by."""
+        return max(1.0, rows / cols) ** 0.5 if self.aspect_scaling else 1.0
+
+
+def _everywhere(r: Tensor, solved: Callable[[Tensor], Tensor]) -> Tensor:
+    """The negative of what `solved` makes of a sharded matrix, sharded in the same way."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(r, DTensor)
+    full = r.full_tensor()
+    d = -solved(full.flatten(1)).reshape(full.shape)
+    mesh = r.device_mesh
+    whole = DTensor.from_local(d, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=r.placements)

@@ -1,0 +1,84 @@
+"""A preconditioner of matrices for problems whose weights are one vector."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from torchpisa.preconditioners import LocalProblem, Preconditioner
+from torchpisa.preconditioners.base import State
+
+__all__ = ["Blocks"]
+
+
+class Blocks(Preconditioner):
+    r"""A vector of weights, cut into blocks that a preconditioner sees as tensors.
+
+    \(Q\) is block diagonal, so \(0 \preceq Q \preceq \eta I\) if that holds for every block.
+
+    Args:
+        inner: the preconditioner of the blocks, such as `Spectral(eta=1.0)`.
+        shapes: the shapes of the blocks, which follow one another in the vector.
+        rest: the preconditioner of blocks with fewer than two dimensions; `inner` by default.
+
+    Attributes:
+        eta: the largest \(\eta\) of the two.
+
+    Examples:
+        >>> import torch
+        >>> from torchpisa.preconditioners import Spectral
+        >>> from torchpisa.theory import Blocks, LeastSquares, certify
+        >>> data = [(torch.eye(4), torch.ones(4)), (torch.eye(4), torch.zeros(4))]
+        >>> certify(LeastSquares(data), Blocks(Spectral(eta=1.0), [(2, 2)]), iterations=20).passed
+        True
+    """
+
+    def __init__(
+        self,
+        inner: Preconditioner,
+        shapes: Sequence[Sequence[int]],
+        rest: Preconditioner | None = None,
+    ) -> None:
+        self.shapes = [torch.Size(shape) for shape in shapes]
+        self.rules = [inner if len(shape) > 1 or rest is None else rest for shape in self.shapes]
+        self.eta = max(float(getattr(rule, "eta", float("inf"))) for rule in self.rules)
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            for rule, block in zip(self.rules, self._cut(param), strict=True):
+                rule.check([block])
+
+    def init(self, param: Tensor) -> dict[str, Tensor]:
+        blocks = zip(self.rules, self._cut(param), strict=True)
+        return {
+            f"{name}{number}": value
+            for number, (rule, block) in enumerate(blocks)
+            for name, value in rule.init(block).items()
+        }
+
+    def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        steps: list[Tensor] = []
+        new_state: dict[str, Tensor] = {}
+        parts = (self._cut(x) for x in (problem.param, problem.grad, problem.dual))
+        blocks = zip(self.rules, *parts, self._cut(problem.residual), strict=True)
+        for number, (rule, param, grad, dual, residual) in enumerate(blocks):
+            end = str(number)
+            names = list(rule.init(dual))
+            own = {name: state[name + end] for name in names}
+            block = replace(problem, param=param, grad=grad, dual=dual, residual=residual)
+            d, new = rule.solve(block, own)
+            steps.append(d.reshape(-1))
+            new_state |= {name + end: new[name] for name in names}
+        return torch.cat(steps), new_state
+
+    def _cut(self, vector: Tensor) -> list[Tensor]:
+        sizes = [prod(shape) for shape in self.shapes]
+        if vector.shape != (sum(sizes),):
+            raise ValueError(
+                f"shapes must be of {vector.numel()} weights together, got {sum(sizes)}: "
+                f"{[tuple(shape) for shape in self.shapes]}"
+            )
+        parts = torch.split(vector, sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

@@ -1,0 +1,152 @@
+"""Spectral as a preconditioner: shapes, state, batches of one shape, what it refuses."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchpisa import MISA, PISA, SISA
+from torchpisa.algorithms.spectral import by_svd
+from torchpisa.kernels import resolvent
+from torchpisa.optim.param_groups import split
+from torchpisa.preconditioners import LocalProblem, Spectral
+
+
+def problem(r, sigma=0.5, rho=2.0, step=1):
+    zero = torch.zeros_like(r)
+    return LocalProblem(r, r, zero, r, sigma, rho, 0.0, step)
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4), (6, 3, 2, 2), (1, 5), (5, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["auto", "svd", "gram", "polar"])
+def test_step_of_one_matrix(shape, dtype, method):
+    """Convolutions are matrices of their first dimension; aspect_scaling divides rho."""
+    if method == "gram" and dtype == torch.float64:
+        pytest.skip("for float32")
+    r = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    cols = r.numel() // shape[0]
+    for scaled in (False, True):
+        own = Spectral(eta=1.5, aspect_scaling=scaled, method=method)
+        d, state = own.solve(problem(r), {})
+        a = math.sqrt(max(1.0, shape[0] / cols)) if scaled else 1.0
+        wanted = -by_svd(r.flatten(1), 0.5, 2.0 / a, 1.5).reshape(shape)
+        tolerance = 1e-5 if dtype == torch.float32 or method == "polar" else 1e-12
+        torch.testing.assert_close(d, wanted, rtol=tolerance, atol=tolerance)
+        assert state == own.init(r) == {}
+
+
+def test_vectors_are_those_of_a_division_by_their_norm():
+    """One row has one singular value, its norm: the whole row is divided by sigma + rho |r|."""
+    r = torch.randn(1, 9, dtype=torch.float64)
+    d, _ = Spectral().solve(problem(r), {})
+    torch.testing.assert_close(d, -r / (0.5 + 2 * r.norm()))
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4), (6, 2, 2, 2)])
+def test_average_is_small_and_moves(shape):
+    own = Spectral(average=0.8)
+    r = torch.randn(shape, dtype=torch.float64)
+    state = own.init(r)
+    n = min(shape[0], r.numel() // shape[0])
+    assert state["average"].shape == (n, n)
+    d, state = own.solve(problem(r), state)
+    torch.testing.assert_close(d, Spectral().solve(problem(r), {})[0])  # of one, its own
+    _, state = own.solve(problem(3 * r, step=2), state)
+    assert float(state["average"].trace()) == pytest.approx(
+        float((0.8 * 0.2 + 0.2 * 9) * r.square().sum())
+    )
+
+
+def test_matrices_of_one_shape_are_solved_together(monkeypatch):
+    """Up to transposition, unless they are scaled differently."""
+    calls = []
+    solve = Spectral.solve_matrix
+
+    def counted(self, r, *rest):
+        calls.append(tuple(r.shape))
+        return solve(self, r, *rest)
+
+    monkeypatch.setattr(Spectral, "solve_matrix", counted)
+    rs = [torch.randn(shape) for shape in [(4, 6), (6, 4), (4, 6), (3, 3)]]
+    for own, expected in (
+        (Spectral(), [(3, 4, 6), (1, 3, 3)]),
+        (Spectral(aspect_scaling=True), [(2, 4, 6), (1, 3, 3), (1, 4, 6)]),
+    ):
+        calls.clear()
+        for r, y in zip(rs, resolvent.resolvents(rs, own, 0.5, 2.0), strict=True):
+            wanted = by_svd(r, 0.5, 2.0 / own.scale(*r.shape))
+            torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-6)
+        assert calls == expected
+
+
+def test_refuses_what_is_no_matrix():
+    for param in (torch.ones(3), torch.ones(2, 2, dtype=torch.complex64), torch.ones(0, 3)):
+        w = nn.Parameter(param)
+        opt = PISA([w], Spectral())
+        w.grad = torch.zeros_like(w)
+        with pytest.raises(ValueError, match="params must be real matrices for Spectral, got"):
+            opt.step()
+    with pytest.raises(ValueError, match="method must be one of 'auto', 'svd', 'gram', 'polar'"):
+        Spectral(method="qr")
+
+
+def test_averages_are_saved_and_resumed():
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+        return model, MISA(model.parameters(), average=0.9, batches=2)
+
+    def train(model, opt, start, stop):
+        for k in range(start, stop):
+            torch.manual_seed(k)
+            opt.zero_grad()
+            model(torch.randn(6, 5)).square().mean().backward()
+            opt.step()
+
+    (one, opt), (two, other) = made(), made()
+    train(one, opt, 0, 7)
+    two.load_state_dict(one.state_dict())
+    other.load_state_dict(opt.state_dict())
+    assert opt.memory().by_name["average"] == 2 * 4 * (16 + 4)
+    train(one, opt, 7, 12)
+    train(two, other, 7, 12)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(ValueError, match="state_dict must have"):
+        MISA(two.parameters(), batches=2).load_state_dict(opt.state_dict())
+
+
+def test_misa_splits_as_nsisa_does():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    plain = MISA(model.parameters(), sigma=5.0, sisa_sigma=0.7)
+    assert [group["sigma"] for group in plain.param_groups] == [[5.0], [0.7]]
+    assert [len(group["params"]) for group in plain.param_groups] == [3, 2]
+    assert len(MISA(split(model)).param_groups[0]["params"]) == 1
+    assert set(plain.state[model[1].weight]) == {"dual.0", "step.0", "arrived"}
+    assert "moment.0" in plain.state[model[1].bias]
+    # What is not a matrix steps as in SISA.
+    biases = [[], []]
+    for found, make in zip(biases, (MISA, SISA), strict=True):
+        b = nn.Parameter(torch.ones(3))
+        opt = make([b])
+        for k in range(5):
+            b.grad = b.detach() + k
+            opt.step()
+            found.append(b.detach().clone())
+    assert torch.equal(torch.stack(biases[0]), torch.stack(biases[1]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"average": 0.9}, {"eta": 0.1}])
+def test_finds_the_minimum_of_batches_that_differ(settings):
+    """Least squares for a matrix, every batch with its own targets: the mean wins."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randn(3, 4, 6, dtype=torch.float64, generator=generator)
+    w = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    opt = MISA([w], sigma=3.0, rho=1.0, batches=3, gamma=0.9995, **settings)
+    for _ in range(1500):
+        for target in targets:
+            w.grad = w.detach() - target
+            opt.step()
+    torch.testing.assert_close(w.detach(), targets.mean(0), rtol=0, atol=1e-3)
