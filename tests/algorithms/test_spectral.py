@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torchpisa.algorithms import spectral
+from torchpisa.algorithms import nsisa, spectral
 from torchpisa.algorithms.spectral import by_gram, by_polar, by_svd
 
 FAST = {"gram": by_gram, "polar": by_polar}
@@ -180,3 +180,36 @@ def test_average(shape):
         torch.testing.assert_close(y if shape[0] < shape[1] else y.mT, wanted)
         if step == 1:
             torch.testing.assert_close(y, by_svd(r, 0.3, 2.0, 0.6))
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (7, 7)])
+@pytest.mark.parametrize("tau", [0.03, 0.3, 3.0])
+def test_smoothed_is_what_it_says_up_to_newton_schulz(shape, tau):
+    """Singular vectors stay; values are those of the Q it says, times 0.65 to 1.25 (Muon's)."""
+    torch.manual_seed(0)
+    r = torch.randn(shape, dtype=torch.float64)
+    rho = 4.0
+    u, s, vh = torch.linalg.svd(r, full_matrices=False)
+    y = spectral.smoothed(r, tau * rho, rho)
+    values = u.mT @ y @ vh.mT
+    torch.testing.assert_close(values, torch.diag(values.diagonal()), rtol=0, atol=1e-12)
+    ratio = values.diagonal() / (s / (rho * (tau**2 + s**2).sqrt()))
+    assert ratio.min() > 0.65
+    assert ratio.max() < 1.25
+
+
+def test_smoothed_with_accurate_steps_is_the_resolvent_of_its_q(monkeypatch):
+    """Many steps that converge give (sigma I + rho Q)^-1 r, Q = (r r^T + tau^2 I)^(1/2) - tau I."""
+    monkeypatch.setattr(nsisa, "COEFFICIENTS", (1.875, -1.25, 0.375))
+    torch.manual_seed(0)
+    r, sigma, rho = torch.randn(6, 11, dtype=torch.float64), 0.8, 2.0
+    values, vectors = torch.linalg.eigh(r @ r.mT)
+    tau, eye = sigma / rho, torch.eye(6, dtype=torch.float64)
+    q = vectors @ torch.diag((values + tau**2).sqrt() - tau) @ vectors.mT
+    expected = torch.linalg.solve(sigma * eye + rho * q, r)
+    assert torch.linalg.eigvalsh(q).min() > 0
+    torch.testing.assert_close(spectral.smoothed(r, sigma, rho, steps=25), expected)
+
+
+def test_smoothed_of_zero_is_zero():
+    assert not spectral.smoothed(torch.zeros(3, 5), 0.5, 2.0).any()

@@ -88,7 +88,7 @@ def test_refuses_what_is_no_matrix():
         w.grad = torch.zeros_like(w)
         with pytest.raises(ValueError, match="params must be real matrices for Spectral, got"):
             opt.step()
-    with pytest.raises(ValueError, match="method must be one of 'auto', 'svd', 'gram', 'polar'"):
+    with pytest.raises(ValueError, match=r"method must be one of 'auto', .* 'smooth', got 'qr'"):
         Spectral(method="qr")
 
 
@@ -150,3 +150,20 @@ def test_finds_the_minimum_of_batches_that_differ(settings):
             w.grad = w.detach() - target
             opt.step()
     torch.testing.assert_close(w.detach(), targets.mean(0), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"eta": 1.0}, {"average": 0.5}])
+def test_smooth_has_neither_cap_nor_average(options):
+    with pytest.raises(ValueError, match="method must not be 'smooth' with a finite eta"):
+        Spectral(method="smooth", **options)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 5)])
+def test_smooth_batches_equal_single_matrices(shape):
+    torch.manual_seed(0)
+    own = Spectral(method="smooth", aspect_scaling=True)
+    rs = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
+    rs.append(torch.randn(shape[::-1], dtype=torch.float64))
+    for found, r in zip(resolvent.resolvents(rs, own, 0.3, 2.0), rs, strict=True):
+        expected, _ = own.solve_matrix(r, {}, 0.3, 2.0 / own.scale(*r.shape), 1)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -19,10 +19,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchpisa.algorithms.nsisa import COEFFICIENTS
+from torchpisa.algorithms.nsisa import COEFFICIENTS, newton_schulz
 from torchpisa.algorithms.pisa import Scalar
 
-__all__ = ["averaged", "by_gram", "by_polar", "by_svd", "polar_factor", "update_average"]
+__all__ = ["augmented", "averaged", "by_gram", "by_polar", "by_svd", "polar_factor", "smoothed"]
+__all__ += ["update_average"]
 
 # Odd quintics whose composition takes every singular value in [3e-7, 1] to 1. First those of
 # nsisa.py, which multiply small ones by 3.4445 each and leave large ones between 0.68 and 1.21: the
@@ -170,6 +171,37 @@ def by_polar(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Te
     safe = x / (near + far * cap.clamp(max=1))
     y = factor * torch.where((info == 0).view(-1, 1, 1), y, safe)
     return (y if wide else y.mT).reshape(r.shape)
+
+
+def smoothed(
+    r: Tensor, sigma: Scalar, rho: Scalar, steps: int = 5, dtype: torch.dtype | None = None
+) -> Tensor:
+    r"""The resolvent of another Q: \((r r^\top + \tau^2 I)^{1/2} - \tau I\).
+
+    With \(\tau = \sigma/\rho\) a singular value \(s\) becomes \(s / (\rho \sqrt{\tau^2 + s^2})\), not
+    \(s / (\rho (\tau + s))\): it is the first block of the polar factor of \([r, \tau I]\), which
+    a few steps of Newton-Schulz give as well as they do in Muon, in bfloat16 too. No singular value
+    of that matrix is less than \(\tau\); where \(\tau\) is less than about 1/500 of its norm, five
+    steps treat it as that.
+
+    Args:
+        r: matrices in the last two dimensions; leading dimensions are a batch.
+        sigma: \(\sigma_i\).
+        rho: \(\rho_i > 0\).
+        steps: of Newton-Schulz.
+        dtype: what its products are computed in; that of `r` by default.
+    """
+    wide = r.size(-2) <= r.size(-1)
+    x = r if wide else r.mT
+    y = newton_schulz(augmented(x, sigma, rho), steps, dtype)[..., : x.size(-1)] / rho
+    return y if wide else y.mT
+
+
+def augmented(x: Tensor, sigma: Scalar, rho: Scalar) -> Tensor:
+    r"""\([\rho x, \sigma I]\) for matrices with at most as many rows as columns."""
+    n = x.size(-2)
+    identity = torch.eye(n, dtype=x.dtype, device=x.device).expand(*x.shape[:-1], n)
+    return torch.cat([rho * x, sigma * identity], dim=-1)
 
 
 def polar_factor(x: Tensor) -> Tensor:

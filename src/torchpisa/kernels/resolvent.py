@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchpisa.algorithms import spectral
 from torchpisa.algorithms.pisa import Scalar
+from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.newton_schulz import chunks
 from torchpisa.preconditioners import Spectral
 
@@ -31,10 +33,19 @@ def resolvents(rs: Sequence[Tensor], own: Spectral, sigma: Scalar, rho: Scalar) 
     for scale, indexes in _alike(rs, own):
         # Up to transposition, under which the resolvent is transposed too.
         wide = [rs[i] if rs[i].size(0) <= rs[i].size(1) else rs[i].mT for i in indexes]
-        y, _ = own.solve_matrix(torch.stack(wide), {}, sigma, rho / scale, 1)
-        for i, each in zip(indexes, y.unbind(), strict=True):
+        y = _solved(torch.stack(wide), own, sigma, rho / scale)
+        for i, each in zip(indexes, y, strict=True):
             ys[i] = each if rs[i].size(0) <= rs[i].size(1) else each.mT
     return ys
+
+
+def _solved(x: Tensor, own: Spectral, sigma: Scalar, rho: Scalar) -> Sequence[Tensor]:
+    if own.method != "smooth":
+        return own.solve_matrix(x, {}, sigma, rho, 1)[0].unbind()
+    # By the kernels of Newton-Schulz, which compute halves of symmetric products.
+    both = spectral.augmented(x, sigma, rho).unbind()
+    found = newton_schulz.orthogonalize(both, own.ns_steps, own.dtype)
+    return [each[:, : x.size(-1)] / rho for each in found]
 
 
 def averaged(

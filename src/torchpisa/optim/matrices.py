@@ -5,11 +5,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
 from torchpisa.checks import check_choice
+from torchpisa.kernels import newton_schulz
 from torchpisa.optim import arguments
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.common import Common
@@ -92,8 +94,22 @@ class MatrixOptimizer(ConsensusOptimizer):
                 group = {name: group.get(f"sisa_{name}", self.defaults[f"sisa_{name}"]), **group}
         super().add_param_group(group)
 
+    @staticmethod
+    def _ns_dtype(group: Group) -> torch.dtype | None:
+        """What Newton-Schulz is computed in for a group."""
+        dtype: torch.dtype | str | None = group["ns_dtype"]
+        if isinstance(dtype, str):
+            return newton_schulz.fast_dtype(group["params"])
+        return dtype
+
     def _check_own(self, group: Group) -> None:
         check_choice("orthogonalize", group["orthogonalize"], (True, False))
+        dtype = group["ns_dtype"]
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if not (floating or dtype is None or dtype == "auto"):
+            raise ValueError(
+                f"ns_dtype must be a real floating dtype, None or 'auto', got {dtype!r}"
+            )
         for orthogonalize in (True, False):  # a group may be split, so both rules must hold
             self.preconditioner({**group, "params": [], "orthogonalize": orthogonalize})
         for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):

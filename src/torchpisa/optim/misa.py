@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
@@ -12,6 +13,7 @@ from torchpisa.optim.matrices import MatrixOptimizer
 from torchpisa.optim.rounds import Group
 from torchpisa.optim.sisa import fill_in
 from torchpisa.preconditioners import Spectral
+from torchpisa.preconditioners.spectral import Method
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,6 +61,10 @@ class MISA(MatrixOptimizer):
             dual.
         aspect_scaling: let tall matrices move \(\sqrt{\mathrm{rows}/\mathrm{cols}}\) times further;
             see `torchpisa.preconditioners.Spectral`.
+        method: how d is computed; see `torchpisa.preconditioners.Spectral`. `"smooth"` is the
+            cheap one, by a few Newton-Schulz steps.
+        ns_steps: Newton-Schulz iterations of `"smooth"`.
+        ns_dtype: what they are computed in; see `NSISA`.
         sisa_sigma: sigma of what is not a matrix; `SISA`'s by default.
         sisa_rho: rho of what is not a matrix; `SISA`'s by default.
         scheme: see `SISA`; likewise `beta` and `eps`.
@@ -76,6 +82,9 @@ class MISA(MatrixOptimizer):
         eta: float = math.inf,
         average: float = 0.0,
         aspect_scaling: bool = False,
+        method: Method = "auto",
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | Literal["auto"] | None = "auto",
         sisa_sigma: float | Sequence[float] | None = None,
         sisa_rho: float | Sequence[float] | None = None,
         scheme: Scheme = "adam",
@@ -88,7 +97,13 @@ class MISA(MatrixOptimizer):
             params,
             sigma,
             rho,
-            {"average": average, "aspect_scaling": aspect_scaling},
+            {
+                "average": average,
+                "aspect_scaling": aspect_scaling,
+                "method": method,
+                "ns_steps": ns_steps,
+                "ns_dtype": ns_dtype,
+            },
             sisa_sigma=sisa_sigma,
             sisa_rho=sisa_rho,
             scheme=scheme,
@@ -99,4 +114,11 @@ class MISA(MatrixOptimizer):
         )
 
     def _matrix_preconditioner(self, group: Group) -> Spectral:
-        return Spectral(group["eta"], group["average"], group["aspect_scaling"])
+        return Spectral(
+            group["eta"],
+            group["average"],
+            group["aspect_scaling"],
+            group["method"],
+            group["ns_steps"],
+            self._ns_dtype(group),
+        )

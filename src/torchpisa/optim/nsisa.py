@@ -8,7 +8,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
-from torchpisa.kernels import newton_schulz
 from torchpisa.optim.common import Common
 from torchpisa.optim.matrices import MatrixOptimizer
 from torchpisa.optim.rounds import Group
@@ -109,21 +108,11 @@ class NSISA(MatrixOptimizer):
         )
 
     def _matrix_preconditioner(self, group: Group) -> NewtonSchulz:
-        dtype = group["ns_dtype"]
         return NewtonSchulz(
             group["momentum"],
             group["nesterov"],
             group["ns_steps"],
             group["perturbation"],
             group["aspect_scaling"],
-            newton_schulz.fast_dtype(group["params"]) if dtype == "auto" else dtype,
+            self._ns_dtype(group),
         )
-
-    def _check_own(self, group: Group) -> None:
-        dtype = group["ns_dtype"]
-        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if not (floating or dtype is None or dtype == "auto"):
-            raise ValueError(
-                f"ns_dtype must be a real floating dtype, None or 'auto', got {dtype!r}"
-            )
-        super()._check_own(group)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from torchpisa.algorithms import spectral
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.checks import check_choice, check_range
+from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
 
 __all__ = ["Spectral"]
 
-Method = Literal["auto", "svd", "gram", "polar"]
+Method = Literal["auto", "svd", "gram", "polar", "smooth"]
 """How the memoryless form is computed."""
 
 
@@ -43,19 +43,31 @@ class Spectral(Preconditioner):
             eigendecomposition in float64; `"polar"`, products and one Cholesky decomposition in
             float32, for which nothing waits for the device; `"auto"` is `"svd"` for float64, else
             `"gram"` on CPUs and `"polar"` elsewhere. Averages take an eigendecomposition in float64
-            anywhere.
+            anywhere. `"smooth"` is for another Q, that of
+            \((r_i r_i^\top + \tau^2 I)^{1/2} - \tau I\) with \(\tau = \sigma_i/\rho_i\), by a few
+            Newton-Schulz steps as Muon takes them: cheap, and as rough. It knows no `eta`.
+        ns_steps: Newton-Schulz iterations of `"smooth"`.
+        dtype: what they are computed in; the state's dtype by default.
     """
 
     eta: float = math.inf
     average: float = 0.0
     aspect_scaling: bool = False
     method: Method = "auto"
+    ns_steps: int = 5
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_range("eta", self.eta, 0, low_open=True)
         check_range("average", self.average, 0, 1, high_open=True)
         check_choice("aspect_scaling", self.aspect_scaling, (True, False))
-        check_choice("method", self.method, ("auto", "svd", "gram", "polar"))
+        check_choice("method", self.method, ("auto", "svd", "gram", "polar", "smooth"))
+        check_count("ns_steps", self.ns_steps)
+        if self.method == "smooth" and (self.eta < math.inf or self.average):
+            raise ValueError(
+                "method must not be 'smooth' with a finite eta or an average, got "
+                f"eta={self.eta!r}, average={self.average!r}"
+            )
 
     def check(self, params: Sequence[Tensor]) -> None:
         for param in params:
@@ -109,6 +121,8 @@ class Spectral(Preconditioner):
             average = spectral.update_average(state["average"], r, self.average)
             y = spectral.averaged(r, average, step, self.average, sigma, rho, self.eta)
             return y, {"average": average}
+        if self.method == "smooth":
+            return spectral.smoothed(r, sigma, rho, self.ns_steps, self.dtype), {}
         return self._resolvent(r)(r, sigma, rho, self.eta), {}
 
     def _resolvent(self, r: Tensor) -> Callable[[Tensor, Scalar, Scalar, float], Tensor]:
