@@ -14,10 +14,11 @@ import torch
 
 import torchpisa
 from benchmarks import __main__ as command
-from benchmarks import rows, step, step_figure, stopwatch
+from benchmarks import federated, rows, step, step_figure, stopwatch
 from benchmarks.rows import Row
 from benchmarks.shapes import MODELS, parameters
 from benchmarks.stopwatch import Problem
+from recipes.datasets import Dataset, Split
 
 DEFAULTS = Row("torchpisa", "SISA", "defaults", moved=28.0)
 ROUND = Row("torchpisa", "SISA", "m=4", {"batches": 4}, period=4, moved=30.0)
@@ -276,10 +277,28 @@ def test_bad_options_are_refused(
 def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks", "nothing"])
     with pytest.raises(
-        SystemExit, match=r"\{step,figure,diagnostics,distributed,distributed-figure\}"
+        SystemExit, match=r"\{step,figure,diagnostics,federated,distributed,distributed-figure\}"
     ):
         command.main()
     monkeypatch.setattr("sys.argv", ["benchmarks", "step", "--help"])
     with pytest.raises(SystemExit):
         command.main()
     assert "gpt2-1.5b" in capsys.readouterr().out
+
+
+# Federated rounds
+
+
+def test_federated_rounds_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = torch.arange(40) % 10
+    images = Split(torch.randn(40, 1, 28, 28), labels)
+    small = Dataset("mnist", 10, images, None, images)
+    monkeypatch.setattr("recipes.datasets.load", lambda *arguments, **options: small)
+    path = tmp_path / "rounds.json"
+    federated.main(["--device", "cpu", "--rounds", "2", "--out", str(path)])
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["rounds"] == 2
+    assert 0 <= found["sisa_accuracy"] <= 100
+    times = [value for name, value in found.items() if "seconds" in name]
+    assert len(times) == 4
+    assert min(times) > 0

@@ -178,11 +178,11 @@ def smoothed(
 ) -> Tensor:
     r"""The resolvent of another Q: \((r r^\top + \tau^2 I)^{1/2} - \tau I\).
 
-    With \(\tau = \sigma/\rho\) a singular value \(s\) becomes \(s / (\rho \sqrt{\tau^2 + s^2})\), not
-    \(s / (\rho (\tau + s))\): it is the first block of the polar factor of \([r, \tau I]\), which
-    a few steps of Newton-Schulz give as well as they do in Muon, in bfloat16 too. No singular value
-    of that matrix is less than \(\tau\); where \(\tau\) is less than about 1/500 of its norm, five
-    steps treat it as that.
+    With \(\tau = \sigma/\rho\) a singular value \(s\) becomes \(s / (\rho \sqrt{\tau^2 + s^2})\),
+    not \(s / (\rho (\tau + s))\). It is the first block of the polar factor of \([r, \tau I]\),
+    which a few steps of Newton-Schulz give as well as they do in Muon, in bfloat16 too. No singular
+    value of that matrix is less than \(\tau\); where \(\tau\) is less than about 1/500 of its norm,
+    five steps treat it as that.
 
     Args:
         r: matrices in the last two dimensions; leading dimensions are a batch.
