@@ -11,8 +11,8 @@ class ConvolutionAndPooling(nn.Conv2d):
     """5x5 convolution, max-pooling by 2 and ReLU, for inputs of even size with the channels last.
 
     One 3x3 convolution on blocks of 2x2 pixels gives the four outputs of every pooling window as
-    channels. It is the same function of the same parameters, a fifth faster on a GPU, whose kernels
-    for one or six channels are slow.
+    channels. It is the same function of the same parameters, for GPUs, whose kernels for one or six
+    channels are slow.
     """
 
     def __init__(self, channels: int, filters: int) -> None:
