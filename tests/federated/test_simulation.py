@@ -713,3 +713,38 @@ def test_pairs_may_be_of_any_length() -> None:
             for batched in (False, True)
         ]
         assert_equal_runs(runs)
+
+
+NO_DATA = {
+    "a list": (lambda: [torch.zeros(3, 4), torch.zeros(3)], "got list of 2"),
+    "three tensors": (lambda: (torch.zeros(3),) * 3, "got tuple of 3"),
+    "a number": (lambda: 5, "got int"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), NO_DATA.values(), ids=NO_DATA)
+def test_data_of_another_kind(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=rf"data of a client must be a tuple .*, {message}"):
+        Simulation(mlp(), [build()], SISA())
+
+
+def test_dropout_is_the_same_when_a_round_is_repeated(tmp_path: Path) -> None:
+    """And the caller's random numbers are left alone."""
+
+    def simulation() -> Simulation:
+        model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+        model.load_state_dict({n: torch.full_like(p, 0.1) for n, p in model.state_dict().items()})
+        return Simulation(model, classes(), FedAvg(lr=0.1))
+
+    whole = simulation()
+    whole.run(4, progress=False)
+    before = torch.random.get_rng_state()
+    simulation().run(2, checkpoint=tmp_path / "c.pt", progress=False)
+    torch.rand(7)
+    resumed = simulation()
+    resumed.run(4, checkpoint=tmp_path / "c.pt", progress=False)
+    for name, w in whole.server.weights.items():
+        assert torch.equal(w, resumed.server.weights[name])
+    torch.random.set_rng_state(before)
+    whole.round()
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,11 +1,13 @@
 """One client's round: its local steps, and what it sends."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchpisa.data import hashed
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors
 from torchpisa.federated.local_work import Key
 from torchpisa.federated.objective import Data, Objective, size, take
@@ -49,9 +51,24 @@ def local_round(
     Returns:
         What goes to the server, the new memory, and what it cost.
     """
-    weights = down.tensors["weights"]
     plan = algorithm.local.plan(size(data), key, iteration)
     objective.model.train()
+    with _seeded(_device(down.tensors["weights"]), hashed("round", *key, iteration)):
+        carry = _local_steps(algorithm, objective, data, down, memory, plan)
+    steps = torch.tensor(float(len(plan)), dtype=torch.float64, device="cpu")
+    up, memory = algorithm.finish(down, memory, carry, steps)
+    return up, memory, Work(len(plan), sum(len(index) for index in plan))
+
+
+def _local_steps(
+    algorithm: Algorithm,
+    objective: Objective,
+    data: Data,
+    down: Message,
+    memory: Fields,
+    plan: list[Tensor],
+) -> Fields:
+    weights = down.tensors["weights"]
     carry = algorithm.begin(down, memory)
     for index in plan:
         point = {name: w + carry["moved"][name] for name, w in weights.items()}
@@ -63,9 +80,15 @@ def local_round(
             grad = _gradient(objective, point, data, index, algorithm.local.chunk)
         with torch.no_grad():
             carry = algorithm.step(down, memory, carry, grad, point)
-    steps = torch.tensor(float(len(plan)), dtype=torch.float64, device="cpu")
-    up, memory = algorithm.finish(down, memory, carry, steps)
-    return up, memory, Work(len(plan), sum(len(index) for index in plan))
+    return carry
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """What is random in a model, such as dropout, is the same whenever a round is repeated."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def mean_gradient(

@@ -26,7 +26,19 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def size(data: Data) -> int:
-    """Number of samples; raises ValueError if there are none or the lengths differ."""
+    """Number of samples.
+
+    Raises:
+        TypeError: this is neither a pair of tensors nor a map-style dataset.
+        ValueError: there are none, or the lengths differ.
+    """
+    pair = isinstance(data, tuple) and len(data) == 2
+    if (isinstance(data, tuple | list) and not pair) or not hasattr(data, "__len__"):
+        raise TypeError(
+            "data of a client must be a tuple (inputs, targets) or a map-style dataset with a "
+            f"length, got {type(data).__name__}"
+            + (f" of {len(data)}" if isinstance(data, tuple | list) else "")
+        )
     if isinstance(data, tuple):
         inputs, targets = data
         if len(inputs) != len(targets):

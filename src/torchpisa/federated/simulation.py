@@ -199,7 +199,7 @@ class Simulation:
             evaluate: measures the model, such as `accuracy(inputs, targets)`; what it returns goes
                 into the rows.
             every: evaluate and log after every so many rounds, before the first and after the last.
-            log: a file that gets every row as a line of JSON.
+            log: a file that gets every row as a line of JSON. A new run replaces what is in it.
             checkpoint: a file that the run is saved to whenever a row is logged. If it exists, the
                 run goes on from there.
             progress: show a bar on the terminal.
