@@ -748,3 +748,33 @@ def test_dropout_is_the_same_when_a_round_is_repeated(tmp_path: Path) -> None:
     torch.random.set_rng_state(before)
     whole.round()
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_an_algorithm_of_another_kind() -> None:
+    with pytest.raises(TypeError, match=r"algorithm must be one of .*, got 'sisa'"):
+        Simulation(mlp(), classes(), "sisa")  # type: ignore[arg-type]
+
+
+def test_a_mean_loss_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="loss must return one number per sample"):
+        Simulation(mlp(), classes(), SISA(), loss=F.cross_entropy)
+
+
+def test_evaluate_that_returns_nothing() -> None:
+    def nothing(model: nn.Module) -> Any:
+        return None
+
+    with pytest.raises(TypeError, match=r"evaluate must return numbers by name .*, got None"):
+        simulate(SISA(), 0).run(1, evaluate=nothing, progress=False)
+
+
+def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
+    path, log = tmp_path / "c.pt", tmp_path / "log.jsonl"
+    path.write_text("not a checkpoint", encoding="utf-8")
+    log.write_text("old\n", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"checkpoint must be a file .*c\.pt, which cannot be read"
+    ):
+        simulate(SISA(), 0).run(1, checkpoint=path, log=log, progress=False)
+    assert path.read_text(encoding="utf-8") == "not a checkpoint"
+    assert log.read_text(encoding="utf-8") == "old\n"

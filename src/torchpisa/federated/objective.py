@@ -10,7 +10,17 @@ from torch.utils.data import Dataset, default_collate
 
 from torchpisa.federated.algorithms.base import Tensors
 
-__all__ = ["Data", "Loss", "Objective", "accuracy", "cross_entropy", "size", "take", "trainable"]
+__all__ = [
+    "Data",
+    "Loss",
+    "LossError",
+    "Objective",
+    "accuracy",
+    "cross_entropy",
+    "size",
+    "take",
+    "trainable",
+]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to one loss per sample."""
@@ -75,6 +85,10 @@ def trainable(model: nn.Module) -> Tensors:
     return found
 
 
+class LossError(ValueError):
+    """A loss that does not return one number per sample."""
+
+
 class Evaluated(NamedTuple):
     """A loss with its graph, for those who need more than the gradient."""
 
@@ -124,7 +138,7 @@ class Objective:
         outputs = torch.func.functional_call(self.model, weights, (inputs,))
         losses = self.loss(outputs, targets)
         if losses.shape != targets.shape[:1]:
-            raise ValueError(
+            raise LossError(
                 f"loss must return one number per sample, shape {tuple(targets.shape[:1])}, got "
                 f"{tuple(losses.shape)}: pass reduction='none'"
             )

@@ -98,6 +98,8 @@ class Simulation:
     ) -> None:
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got none")
+        if not isinstance(algorithm, Algorithm):
+            raise TypeError(f"algorithm must be one of torchpisa.federated, got {algorithm!r}")
         if not callable(participation):
             check_range("participation", participation, 0, 1, low_open=True)
         check_count("seed", seed, 0)
@@ -246,7 +248,10 @@ class Simulation:
         if evaluate is None:
             return {}
         self.model.eval()
-        return evaluate(self.model)
+        found = evaluate(self.model)
+        if not isinstance(found, dict):
+            raise TypeError(f"evaluate must return numbers by name in a dictionary, got {found!r}")
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on: the server, the clients' memory, and the counts."""
@@ -301,7 +306,13 @@ class History:
             if self._log is not None:
                 self._log.write_text("", encoding="utf-8")
             return None
-        saved: dict[str, Any] = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many kinds, with advice that is none here
+            raise ValueError(
+                f"checkpoint must be a file that run() wrote, got {self._checkpoint}, which "
+                "cannot be read; it is left as it is"
+            ) from error
         self.rows = saved["rows"]
         if self._log is not None:
             lines = (json.dumps(row) + "\n" for row in self.rows)

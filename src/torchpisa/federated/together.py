@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors
 from torchpisa.federated.client import Work
 from torchpisa.federated.local_work import FullGradient, Key
-from torchpisa.federated.objective import Data, Objective, trainable
+from torchpisa.federated.objective import Data, LossError, Objective, trainable
 from torchpisa.federated.replay import Replay
 from torchpisa.federated.whole import WholeGradients, worthwhile
 
@@ -40,6 +40,8 @@ def obstacle(algorithm: Algorithm, objective: Objective, data: Sequence[Data]) -
     objective.model.train()
     try:
         return _mixing(objective, weights, *pair) or _unmappable(objective, weights, *pair)
+    except LossError:  # is none in turn either
+        raise
     except ValueError as error:  # such as that of a BatchNorm that is shown a single sample
         return f"the model does not take single samples ({error})"
 

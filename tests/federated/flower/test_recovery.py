@@ -358,3 +358,12 @@ def test_messages_in_the_wrong_order(tmp_path):
     server = run(tmp_path, grid)
     assert [entry.absent for entry in server.rounds] == [[], [], [], ["1"], [], [], [], []]
     assert imbalance(server, tmp_path / "clients") < 1e-6
+
+
+@pytest.mark.parametrize("accepted", [3, 5])
+def test_settled_memory_waits_for_nothing(accepted: int) -> None:
+    """Whether its last update was taken or dropped."""
+    old, new = {"dual": {"w": torch.zeros(1)}}, {"dual": {"w": torch.ones(1)}}
+    memory = Memory(old, 3, new, 5)
+    assert memory.settle(accepted, 6) is (new if accepted == 5 else old)
+    assert (memory.pending, memory.asked, memory.taken) == (None, -1, accepted)
