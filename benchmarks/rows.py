@@ -136,4 +136,8 @@ OWN = [
         Row("torchpisa", "NSISA", "defaults", {}, KERNELS),
         Row("torchpisa", "NSISA", "foreach", _FOREACH, KERNELS),
     ],
+    [
+        Row("torchpisa", "MISA", "defaults", {}, KERNELS),
+        Row("torchpisa", "MISA", "smooth", {"method": "smooth"}, KERNELS),
+    ],
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from recipes.heterogeneity.config import DATASETS
+from recipes.heterogeneity.config import ALGORITHMS, DATASETS
 from recipes.recipe import Results
 
 __all__ = ["Cell", "Spread", "Summary", "cell_title", "cells"]
@@ -72,7 +72,7 @@ def cells(results: Results) -> dict[Cell, dict[str, Summary]]:
     """What there is: cell -> algorithm -> its runs; in the order of the plan."""
     found: dict[Cell, dict[str, list[dict[str, Any]]]] = {}
     for cell in results["config"]["cells"]:
-        found[tuple(cell)] = {name: [] for name in results["config"]["algorithms"]}
+        found[tuple(cell)] = {name: [] for name in ALGORITHMS}
     for run in results["runs"].values():
         settings = run["settings"]
         found[settings["dataset"], settings["labels"]][settings["algorithm"]].append(run)

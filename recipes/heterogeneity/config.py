@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.heterogeneity.paper import TABLE
+from recipes.heterogeneity.paper import BASELINES, TABLE
 
 __all__ = ["ALGORITHMS", "CHOICES", "CLIENTS", "DATASETS", "PRESETS"]
 __all__ += ["Choice", "Config", "Settings", "choice", "plan", "settings"]
@@ -105,6 +105,8 @@ class Config:
         every: rounds from one evaluation to the next.
         seeds: runs per cell and algorithm; they differ in partition, first weights and shuffles.
         seed: the first of them.
+        algorithms: in every cell.
+        extra: data set, labels and algorithm of what is run beside them.
     """
 
     cells: tuple[tuple[str, int], ...]
@@ -112,12 +114,17 @@ class Config:
     every: int = 1
     seeds: int = 3
     seed: int = 0
-    algorithms: tuple[str, ...] = tuple(ALGORITHMS)
+    algorithms: tuple[str, ...] = (*BASELINES, "sisa")
+    extra: tuple[tuple[str, int, str], ...] = ()
 
 
 PRESETS = {
-    "quick": Config((("digits", 1), ("digits", 2)), rounds=200, every=4, seeds=1),
-    "paper": Config(tuple(TABLE), rounds=500, every=5),
+    "quick": Config(
+        *((("digits", 1), ("digits", 2)), 200, 4, 1),
+        extra=(("digits", 1, "fedsgd"), ("digits", 2, "fedsgd")),
+    ),
+    # FedSGD once: it costs what SISA costs, more than all others.
+    "paper": Config(tuple(TABLE), rounds=500, every=5, extra=(("mnist", 1, "fedsgd"),)),
 }
 
 
@@ -169,10 +176,10 @@ def settings(
 
 def plan(config: Config) -> dict[str, Settings]:
     """All runs by name. Seed after seed, so that an early end leaves whole tables."""
+    rows = [(*cell, algorithm) for cell in config.cells for algorithm in config.algorithms]
     runs = [
-        settings(*cell, algorithm, choice(*cell, algorithm), config, seed=seed)
+        settings(*row, choice(*row), config, seed=seed)
         for seed in range(config.seed, config.seed + config.seeds)
-        for cell in config.cells
-        for algorithm in config.algorithms
+        for row in (*rows, *config.extra)
     ]
     return {run.name: run for run in runs}

@@ -141,8 +141,8 @@ class Together:
     ) -> tuple[Message, int, Work]:
         """The weighted sum of the updates of those present, its bytes on the wire, and the work."""
         self._objective.model.train()
-        numbers = {
-            name: torch.tensor(value, dtype=torch.float64, device=self._device)
+        numbers = {  # filled in on the device: for a copy the host would wait
+            name: torch.full((), value, dtype=torch.float64, device=self._device)
             for name, value in down.numbers.items()
         }
         down = Message(down.tensors, numbers)

@@ -38,7 +38,7 @@ def lines(settings: Settings, **changes: object) -> list[dict[str, float | None]
 
 def test_plan_is_the_papers_table() -> None:
     runs = plan(PRESETS["paper"])
-    assert len(runs) == 10 * 6 * 3
+    assert len(runs) == (10 * 5 + 1) * 3  # FedSGD in one cell
     adult = runs["adult_1label_fednova_seed2"]
     assert (adult.clients, adult.labels, adult.seed) == (4, 1, 2)
     assert runs["cifar10_3label_sisa_seed0"].clients == 10
@@ -61,7 +61,8 @@ def test_more_seeds_leave_finished_runs_as_they_are() -> None:
 @pytest.mark.parametrize("dataset", CHOICES)
 def test_settings_make_algorithms(dataset: str) -> None:
     assert list(CHOICES[dataset]) == list(ALGORITHMS) == list(CLASSES)
-    for settings in plan(Config(((dataset, 1),), rounds=1, seeds=1)).values():
+    rows = tuple((dataset, 1, name) for name in ALGORITHMS)
+    for settings in plan(Config((), 1, seeds=1, extra=rows)).values():
         made = algorithm(settings)
         assert isinstance(made, CLASSES[settings.algorithm])
         one_gradient = settings.algorithm in ("sisa", "fedsgd")
