@@ -20,9 +20,9 @@ class ConvolutionAndPooling(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         filters, channels = self.weight.shape[:2]
-        # The kernel at the four places of a window, two dimensions; then what each sees, in blocks.
-        w = F.pad(self.weight, (1, 1, 1, 1)).unfold(2, 6, 1).unfold(3, 6, 1)
-        w = w.unflatten(5, (3, 2)).unflatten(4, (3, 2)).permute(2, 3, 0, 5, 7, 1, 4, 6)
+        places = [(i, j) for i in (0, 1) for j in (0, 1)]  # of an output in its window
+        w = torch.stack([F.pad(self.weight, (j, 1 - j, i, 1 - i)) for i, j in places])
+        w = w.reshape(4 * filters, channels, 3, 2, 3, 2).permute(0, 3, 5, 1, 2, 4)
         w = w.reshape(4 * filters, 4 * channels, 3, 3)
         x = x.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).transpose(2, 3).flatten(3)
         y = F.conv2d(x.permute(0, 3, 1, 2), w).permute(0, 2, 3, 1).unflatten(3, (4, filters))
