@@ -1,8 +1,9 @@
-"""GPT-2, in the sizes of the recipe.
+"""GPT-2 as it is trained today, in the sizes of the recipe.
 
-Pre-norm blocks with GELU, biases, learned positions, an embedding that is the output layer too, no
-dropout. Parameters have the names that transformers gives them and lie as `nn.Linear` has them,
-(out, in); query, key and value are one matrix, for every optimizer.
+Pre-norm blocks with GELU, an embedding that is the output layer too, no dropout; rotary positions
+(Su et al., 2021), RMSNorm without weights and no biases, so that all parameters are matrices, the
+blocks' and the embedding. Parameters have the names that transformers gives GPT-2's and lie as
+`nn.Linear` has them, (out, in); query, key and value are one matrix, for every optimizer.
 """
 
 import math
@@ -44,8 +45,7 @@ class Sizes:
     @property
     def parameters(self) -> int:
         """Number of parameters; the embedding counts once."""
-        block = 12 * self.width**2 + 13 * self.width
-        return (self.rows + self.context + 2) * self.width + self.layers * block
+        return self.rows * self.width + self.layers * 12 * self.width**2
 
 
 SIZES = {
@@ -54,36 +54,62 @@ SIZES = {
 }
 
 
+class Rotary(nn.Module):
+    """Rotates pairs of entries of queries and keys by angles that grow with the position.
+
+    What they give for two positions then depends on the distance of these alone.
+
+    Args:
+        context: positions.
+        width: of a head.
+    """
+
+    def __init__(self, context: int, width: int) -> None:
+        super().__init__()
+        frequencies = 1e4 ** (-torch.arange(0, width, 2, device="cpu") / width)
+        angles = torch.outer(torch.arange(context, device="cpu"), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate `x`, (..., length, width)."""
+        length = x.shape[-2]
+        cos, sin = (t[:length].to(x.dtype) for t in (self.cos, self.sin))
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
 class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.heads = sizes.heads
-        self.c_attn = nn.Linear(sizes.width, 3 * sizes.width)
-        self.c_proj = nn.Linear(sizes.width, sizes.width)
+        self.c_attn = nn.Linear(sizes.width, 3 * sizes.width, bias=False)
+        self.c_proj = nn.Linear(sizes.width, sizes.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(sizes.width)
         self.attn = Attention(sizes)
-        self.ln_2 = nn.LayerNorm(sizes.width)
         self.mlp = nn.ModuleDict(
             {
-                "c_fc": nn.Linear(sizes.width, 4 * sizes.width),
-                "c_proj": nn.Linear(4 * sizes.width, sizes.width),
+                "c_fc": nn.Linear(sizes.width, 4 * sizes.width, bias=False),
+                "c_proj": nn.Linear(4 * sizes.width, sizes.width, bias=False),
             }
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        hidden = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
-        return x + self.mlp["c_proj"](hidden)
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        x = x + self.attn(norm(x), rotary)
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](norm(x)), approximate="tanh"))
 
 
 class GPT2(nn.Module):
@@ -97,17 +123,12 @@ class GPT2(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.wte = nn.Embedding(sizes.rows, sizes.width)
-        self.wpe = nn.Embedding(sizes.context, sizes.width)
+        self.rotary = Rotary(sizes.context, sizes.width // sizes.heads)
         self.h = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.ln_f = nn.LayerNorm(sizes.width)
         for name, param in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                # 2 per block are added up in the residual stream, which keeps its size this way.
-                nn.init.normal_(param, std=0.02 / math.sqrt(2 * sizes.layers))
-            elif param.dim() > 1:
-                nn.init.normal_(param, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(param)
+            # Two per block are added up in the residual stream, which keeps its size this way.
+            added = name.endswith("c_proj.weight")
+            nn.init.normal_(param, std=0.02 / math.sqrt(2 * sizes.layers) if added else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """The logits, or with targets the mean cross-entropy in nats.
@@ -116,10 +137,10 @@ class GPT2(nn.Module):
             tokens: (sequences, length), int64; length up to the context.
             targets: the token that follows each.
         """
-        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        x = self.wte(tokens)
         for block in self.h:
-            x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
+            x = block(x, self.rotary)
+        logits = F.linear(norm(x), self.wte.weight)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

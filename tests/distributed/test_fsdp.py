@@ -73,6 +73,8 @@ def test_hsdp_equals_one_process(make: Any, dtype: torch.dtype) -> None:
         (NSISA, {"nesterov": True, "aspect_scaling": True}),
         (MISA, {"clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
         (MISA, {"foreach": False}),
+        (MISA, {"at": "local", "clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
+        (MISA, {"at": "local", "foreach": False}),
     ],
     ids=str,
 )
@@ -104,7 +106,7 @@ def averages_of_shards() -> None:
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ValueError, match=r"average must be 0 for sharded parameters, got 0\.9"):
-        MISA(model.parameters(), average=0.9)
+        MISA(model.parameters(), at="local", average=0.9)
 
 
 def test_averages_of_shards_are_refused() -> None:

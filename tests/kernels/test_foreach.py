@@ -62,7 +62,18 @@ misa = st.tuples(
     st.just(MISA),
     st.fixed_dictionaries(
         {
+            "at": st.just("local"),
             "average": st.sampled_from([0.0, 0.9]),
+            "eta": st.sampled_from([0.3, math.inf]),
+            "aspect_scaling": st.booleans(),
+        }
+    ),
+)
+misa_at_the_consensus = st.tuples(
+    st.just(MISA),
+    st.fixed_dictionaries(
+        {
+            "momentum": st.sampled_from([0.0, 0.9]),
             "eta": st.sampled_from([0.3, math.inf]),
             "aspect_scaling": st.booleans(),
         }
@@ -74,7 +85,7 @@ tensors = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(pisa | sisa | nsisa | misa, common, tensors, st.integers(0, 2**16))
+@given(pisa | sisa | nsisa | misa | misa_at_the_consensus, common, tensors, st.integers(0, 2**16))
 def test_foreach_equals_loop(kind, common, tensors, seed):
     cls, own = kind
     if cls is NSISA:

@@ -53,12 +53,24 @@ ENTRIES = [
         NSISA,
         {"batches": 2, "nesterov": True, "aspect_scaling": True, "ns_dtype": None},
     ),
-    # sigma as a curvature of 2 needs it: near a minimum nothing else damps the memoryless form.
-    Entry("misa", MISA, {"sigma": 3.0, "rho": 10.0}),
+    Entry("misa", MISA, {"sigma": 1.0}),
     Entry(
         "misa-m2",
         MISA,
-        {"sigma": 3.0, "batches": 2, "average": 0.9, "aspect_scaling": True, "eta": 2.0},
+        {
+            **{"sigma": [1.0, 2.0], "rho": [3.0, 5.0], "batches": 2, "momentum": 0.5},
+            **{"aspect_scaling": True, "eta": 2.0, "consensus_decay": 0.02},
+        },
+    ),
+    # sigma as a curvature of 2 needs it: near a minimum nothing else damps the memoryless form.
+    Entry("misa-local", MISA, {"at": "local", "sigma": 3.0, "rho": 10.0}),
+    Entry(
+        "misa-local-m2",
+        MISA,
+        {
+            **{"at": "local", "sigma": 3.0, "batches": 2, "average": 0.9},
+            **{"aspect_scaling": True, "eta": 2.0},
+        },
     ),
 ]
 
@@ -131,6 +143,10 @@ BAD_OWN = {
         BadInput({"eta": 0.0}, r"eta must be a number > 0, got 0\.0"),
         BadInput({"average": 1.0}, r"average must be in \[0, 1\), got 1\.0"),
         BadInput({"average": True}, r"average must be in \[0, 1\), got True"),
+        BadInput({"average": 0.9}, r"average must be 0 at the consensus.* got 0\.9"),
+        BadInput({"at": "server"}, r"at must be one of 'consensus', 'local', got 'server'"),
+        BadInput({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1\.0"),
+        BadInput({"momentum": 0.9, "at": "local"}, r"momentum must be None with at='local', got"),
         BadInput({"aspect_scaling": "x"}, r"aspect_scaling must be one of True, False, got 'x'"),
         BadInput({"sisa_sigma": 0.0}, r"sisa_sigma must be a finite number > 0, got 0\.0"),
     ],

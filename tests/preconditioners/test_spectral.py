@@ -96,7 +96,7 @@ def test_averages_are_saved_and_resumed():
     def made():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
-        return model, MISA(model.parameters(), average=0.9, batches=2)
+        return model, MISA(model.parameters(), at="local", average=0.9, batches=2)
 
     def train(model, opt, start, stop):
         for k in range(start, stop):
@@ -115,7 +115,7 @@ def test_averages_are_saved_and_resumed():
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(p, q)
     with pytest.raises(ValueError, match="state_dict must have"):
-        MISA(two.parameters(), batches=2).load_state_dict(opt.state_dict())
+        MISA(two.parameters(), at="local", batches=2).load_state_dict(opt.state_dict())
 
 
 def test_misa_splits_as_nsisa_does():
@@ -144,7 +144,7 @@ def test_finds_the_minimum_of_batches_that_differ(settings):
     generator = torch.Generator().manual_seed(0)
     targets = torch.randn(3, 4, 6, dtype=torch.float64, generator=generator)
     w = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
-    opt = MISA([w], sigma=3.0, rho=1.0, batches=3, gamma=0.9995, **settings)
+    opt = MISA([w], at="local", sigma=3.0, rho=1.0, batches=3, gamma=0.9995, **settings)
     for _ in range(1500):
         for target in targets:
             w.grad = w.detach() - target

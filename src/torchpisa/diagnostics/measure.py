@@ -19,7 +19,7 @@ from torchpisa.kernels.job import real, state_key
 from torchpisa.optim import report, rounds
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.ranks import on_device
-from torchpisa.preconditioners import NewtonSchulz, Spectral
+from torchpisa.preconditioners import NewtonSchulz, Spectral, SpectralConsensus
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -211,7 +211,7 @@ def _diagonal(
             return None
         share = (rho * delta.abs() / sigma).clamp(max=1 - torch.finfo(delta.dtype).eps)
         return sigma * share / (1 - share), stepped
-    if type(own) is Spectral:  # it turns coordinates into one another, and has no diagonal
+    if type(own) in (Spectral, SpectralConsensus):  # they turn coordinates into one another
         return None
     steps = new.steps[:, section.tensor_of]
     if foreach.knows(own):

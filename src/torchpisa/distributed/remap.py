@@ -307,5 +307,6 @@ class _Closing:
             for name, param in self._params.items()
         ]
         members = rounds.here(group, members, self._preconditioners[0])
-        total = sum(rounds.total_sigma(own) for own in self._groups)
-        rounds.consensus(group, self._number, members, total, None, {})
+        everyone = zip(*(rounds.totals(own) for own in self._groups), strict=True)
+        totals = rounds.Totals(*map(sum, everyone))
+        rounds.consensus(group, self._number, members, self._preconditioners[0], totals, None, {})

@@ -142,7 +142,7 @@ class Together:
         """The weighted sum of the updates of those present, its bytes on the wire, and the work."""
         self._objective.model.train()
         numbers = {  # filled in on the device: for a copy the host would wait
-            name: torch.full((), value, dtype=torch.float64, device=self._device)
+            name: torch.full((), float(value), dtype=torch.float64, device=self._device)
             for name, value in down.numbers.items()
         }
         down = Message(down.tensors, numbers)

@@ -19,6 +19,7 @@ from torchpisa.preconditioners import (
     Preconditioner,
     SecondMoment,
     Spectral,
+    SpectralConsensus,
 )
 
 __all__ = ["consensus", "knows", "local_step", "residual_norm", "supports"]
@@ -163,7 +164,6 @@ def _spectral(job: LocalJob, members: list[Member], duals: Tensors, grads: Tenso
     own = job.preconditioner
     assert isinstance(own, Spectral)
     rs = _residuals(job, duals, grads)
-    wholes = [member.whole for member in members if member.whole is not None]
     if own.average:
         stored = _own(members, "average", job.slot)
         averages = _as(stored, rs[0].dtype)
@@ -171,14 +171,30 @@ def _spectral(job: LocalJob, members: list[Member], duals: Tensors, grads: Tenso
         ys, averages = resolvent.averaged(matrices, averages, steps, own, job.sigma, job.rho)
         _write_back(stored, averages, job.stochastic_rounding)
     else:
-
-        def solve(matrices: Sequence[Tensor]) -> Tensors:
-            return resolvent.resolvents(matrices, own, job.sigma, job.rho)
-
-        ys = sharded.solve(rs, wholes, solve) if wholes else solve([r.flatten(1) for r in rs])
+        ys = _resolvents(members, rs, own, job.sigma, job.rho)
     # Into the memory of r, which is laid out like the dual.
     torch._foreach_copy_(rs, [y.reshape(r.shape) for y, r in zip(ys, rs, strict=True)])
     torch._foreach_mul_(rs, -job.sigma)
+    return rs
+
+
+def _resolvents(
+    members: list[Member], rs: Tensors, own: Spectral, sigma: Scalar, rho: Scalar
+) -> Tensors:
+    """(sigma I + rho Q)^-1 r for matrices that belong to `members`; flattened if they are whole."""
+    wholes = [member.whole for member in members if member.whole is not None]
+
+    def solve(matrices: Sequence[Tensor]) -> Tensors:
+        return resolvent.resolvents(matrices, own, sigma, rho)
+
+    return sharded.solve(rs, wholes, solve) if wholes else solve([r.flatten(1) for r in rs])
+
+
+def _averaging(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
+    own = job.preconditioner
+    assert isinstance(own, SpectralConsensus)
+    rs = _residuals(job, duals, grads)
+    torch._foreach_mul_(rs, own.momentum - 1)
     return rs
 
 
@@ -189,6 +205,7 @@ _SOLVERS: dict[
     SecondMoment: _second_moment,
     NewtonSchulz: _newton_schulz,
     Spectral: _spectral,
+    SpectralConsensus: _averaging,
 }
 
 
@@ -287,9 +304,14 @@ def _move(members: list[Member], totals: Tensors, move: Move) -> None:
     params = [real(member.param) for member in members]
     dtype = compute_dtype(params[0], totals[0])
     ws, totals = _as(params, dtype), _as(totals, dtype)
-    scale = move.lr / (move.total_sigma + move.lr * move.consensus_decay)
+    sigma = move.total_sigma + move.lr * move.consensus_decay
+    scale = move.lr / sigma
     if move.consensus_decay != 0:
         totals = list(torch._foreach_add(totals, ws, alpha=-move.consensus_decay))
+    if move.proximal is not None:
+        ys = _resolvents(members, totals, move.proximal, sigma, move.rho)
+        totals = [y.reshape(total.shape) for y, total in zip(ys, totals, strict=True)]
+        scale = move.lr
     if isinstance(scale, Tensor):
         torch._foreach_add_(ws, torch._foreach_mul(totals, scale.to(ws[0].device)))
     else:

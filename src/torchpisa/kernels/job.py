@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.preconditioners import Preconditioner
+from torchpisa.preconditioners import Preconditioner, Spectral
 
 __all__ = ["Kernel", "LocalJob", "Member", "Move", "state_key"]
 
@@ -36,12 +36,14 @@ class Member(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Numbers of a consensus: S, lambda and the relative learning rate; and how it rounds."""
+    """A consensus: S, lambda, the relative learning rate, how it rounds, and its proximal term."""
 
     total_sigma: Scalar
     consensus_decay: float
     lr: Scalar
     stochastic_rounding: bool = False
+    proximal: Spectral | None = None
+    rho: Scalar = 0.0
 
 
 @dataclass(frozen=True)

@@ -181,9 +181,11 @@ def _chooser(keep: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
 def _move(member: Member, total: Tensor, move: Move, keep: Tensor | None) -> None:
     w = real(member.param)
     dtype = compute_dtype(w, total)
-    moved = pisa.consensus(
-        w.to(dtype), total.to(dtype), move.total_sigma, move.consensus_decay, move.lr
-    )
+    numbers = move.total_sigma, move.consensus_decay, move.lr
+    if move.proximal is None:
+        moved = pisa.consensus(w.to(dtype), total.to(dtype), *numbers)
+    else:
+        moved = move.proximal.consensus(w.to(dtype), total.to(dtype), move.rho, *numbers)
     if keep is not None:
         moved = torch.where(keep.to(w.device), moved, w.to(dtype))
     store(w, moved, move.stochastic_rounding)

@@ -250,8 +250,10 @@ class ConsensusOptimizer(GroupedOptimizer):
             if not rounds.alone(group):
                 rounds.settle(group, reached, preconditioners[number])
                 keep = None if group["kept"] is None else group["kept"].any()
-                total = rounds.total_sigma(group)
-                rounds.consensus(group, number, reached, total, keep, self._plans)
+                totals = rounds.totals(group)
+                rounds.consensus(
+                    group, number, reached, preconditioners[number], totals, keep, self._plans
+                )
             rounds.finish(group, reached)
 
     # Parts of a step, taken while the backward pass is still running

@@ -17,7 +17,7 @@ from torchpisa.kernels.fused import Plans
 from torchpisa.kernels.job import Member
 from torchpisa.optim import rounds
 from torchpisa.optim.ranks import BUCKET_BYTES, Ranks
-from torchpisa.optim.rounds import Group
+from torchpisa.optim.rounds import Group, Totals
 from torchpisa.preconditioners import Preconditioner
 
 __all__ = ["Exchange"]
@@ -99,31 +99,33 @@ class Exchange:
         kept = groups[0]["kept"]
         present: Scalar = groups[0]["present"].bit_count() if kept is None else kept.sum()
         reached = [float(id(member.origin) not in self._unreached) for member in everyone]
-        sigmas = [rounds.total_sigma(group) for group in groups]
-        total = self.ranks.tally([*sigmas, present, float(problem), *reached], device)
+        own_totals = [value for group in groups for value in rounds.totals(group)]
+        total = self.ranks.tally([*own_totals, present, float(problem), *reached], device)
         self.ranks.receive()
 
         # The host reads the sums only if it has to, because that may mean to wait for a GPU: what
         # this rank's own batches have reached and moved needs no confirmation by others.
         told = device.type == "cpu" or bool(self._unreached) or not groups[0]["present"]
         sums: Sequence[Scalar] = total.tolist() if told else list(total.unbind())
-        moves = sums[len(groups)]
+        first = len(own_totals)  # of the other numbers
+        moves = sums[first]
         keep = None
         if kept is not None and not told:
-            keep = total[len(groups)] > 0
+            keep = total[first] > 0
         if told:
-            numbers = sums[len(groups) + 2 :]
+            numbers = sums[first + 2 :]
             left = {id(m.origin) for m, n in zip(everyone, numbers, strict=True) if not n}
             for key in left & self._doubts.keys():
                 _restore(self._doubts[key])
             members = [[m for m in own if id(m.origin) not in left] for own in members]
         for number, (group, own) in enumerate(zip(groups, members, strict=True)):
             if not told or moves:
-                rounds.consensus(group, number, own, sums[number], keep, plans)
+                totals = Totals(*sums[2 * number : 2 * number + 2])
+                rounds.consensus(group, number, own, preconditioners[number], totals, keep, plans)
         for group in groups:
             rounds.finish(group, everyone)
         self.forget()
-        return int(sums[len(groups) + 1]) if told else int(problem)
+        return int(sums[first + 1]) if told else int(problem)
 
     def forget(self) -> None:
         """Be ready for the next round."""

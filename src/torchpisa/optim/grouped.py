@@ -182,7 +182,7 @@ class GroupedOptimizer(Optimizer):
             if param.requires_grad:
                 self._init_state(param, group)
         if group["initial_consensus"]:
-            total = rounds.total_sigma(group)
+            total = rounds.totals(group).sigma
             if self._exchange is not None:
                 total = self._exchange.ranks.tally([total], device).item()
             settings = total, group["consensus_decay"], rounds.lr(group)

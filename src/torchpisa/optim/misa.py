@@ -1,4 +1,4 @@
-"""MISA: PISA with the preconditioner `Spectral` for matrices. Ours, not the paper's."""
+"""MISA: PISA with singular values as preconditioner of matrices. Ours, not the paper's."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
+from torchpisa.checks import check_choice
 from torchpisa.optim.common import Common
 from torchpisa.optim.matrices import MatrixOptimizer
 from torchpisa.optim.rounds import Group
 from torchpisa.optim.sisa import fill_in
-from torchpisa.preconditioners import Spectral
+from torchpisa.preconditioners import Preconditioner, Spectral, SpectralConsensus
 from torchpisa.preconditioners.spectral import Method
 
 if TYPE_CHECKING:
@@ -22,46 +23,50 @@ __all__ = ["MISA"]
 
 
 class MISA(MatrixOptimizer):
-    r"""Matrix-preconditioned Inexact Stochastic ADMM: Algorithm 1 with a \(Q_i\) of our own.
+    r"""Matrix-preconditioned Inexact Stochastic ADMM: Algorithm 1 with a preconditioner of our own.
+
+    For matrices, convolutions (flattened to two dimensions) among them:
 
     \[
     \begin{aligned}
-    r_i &= \pi_i + g_i, \qquad Q_i = \min((r_i r_i^\top)^{1/2}, \eta_i), \\
-    d_i &= -(\sigma_i I + \rho_i Q_i)^{-1} r_i, \\
-    \pi_i &\leftarrow \pi_i + \sigma_i d_i, \qquad
-    w \leftarrow w + \frac{\sum_i \alpha_i (\pi_i^{\mathrm{old}} + 2 \sigma_i d_i) - \lambda w}
-                          {\sum_i \alpha_i \sigma_i + \lambda}.
+    \delta_i &= -(1 - \mu)(\pi_i + g_i), \qquad
+    U = \sum_i \alpha_i (\pi_i + 2 \delta_i), \qquad
+    \pi_i \leftarrow \pi_i + \delta_i, \\
+    w &\leftarrow w + \Big(\sum_i \alpha_i \sigma_i I + \rho P\Big)^{-1} U, \qquad
+    P = \min((U U^\top)^{1/2}, \eta).
     \end{aligned}
     \]
 
-    That is for matrices, convolutions (flattened to two dimensions) among them: a singular value
-    \(s\) of \(r_i\) becomes \(s / (\sigma_i + \rho_i \min(s, \eta_i))\), so large ones are made
-    equal as by Muon and small ones are scaled as by gradient descent. Everything else takes SISA's
-    rule in the same consensus. Parameter groups are split, and may be told apart by
+    A singular value \(s\) of the sum \(U\) becomes \(s / (\sigma + \rho \min(s, \eta))\), so large
+    ones are made equal as by Muon and small ones are scaled as by gradient descent. Everything else
+    takes SISA's rule in the same consensus. Parameter groups are split, and may be told apart by
     `orthogonalize`, as in `NSISA`; `torchpisa.optim.param_groups.split(model)` keeps embeddings and
     the output layer with SISA's rule.
 
-    Unlike NSISA it is an instance of the paper's Algorithm 1, so where it settles, the gradients of
-    batches that differ add up to zero. For matrices the dual is its only state: with one batch 4
-    bytes per parameter, half of Adam's.
+    Unlike in NSISA the batches are added up before anything is orthogonalised, so where it settles,
+    the gradients of batches that differ add up to zero. For matrices the dual, an average of
+    gradients, is its only state: with one batch 4 bytes per parameter, half of Adam's.
+
+    `at="local"` is Algorithm 1 as it stands, with \(Q_i = \min((r_i r_i^\top)^{1/2}, \eta_i)\) in
+    the local step of every batch; see `torchpisa.preconditioners.Spectral`.
 
     Args:
         params: parameters or parameter groups; groups may override everything but `batches`,
             `weights`, `clip` and `nonfinite`.
         sigma: \(\sigma_i^0 > 0\) for matrices: 1/sigma is the step that a constant gradient ends up
-            with. Near a minimum \(r_i\) and with it \(Q_i\) vanish, and curvatures up to two thirds
-            of sigma are stable; with an average, larger ones. One number, or one per batch. By
-            default 0.5, or 1 if there are several batches, which may differ.
-        rho: \(\rho_i \ge 0\) for matrices: a new gradient moves a matrix by at most 2/rho in
-            spectral norm. One number, or one per batch. By default 10, or 1 if there are several
-            batches.
-        eta: \(\eta_i\), cap of the eigenvalues of Q and of SISA's \(\sqrt{m_i}\). The theory wants
-            it finite; it costs time on GPUs.
+            with where singular values are small. One number, or one per batch. By default SIGMA.
+        rho: \(\rho \ge 0\) for matrices: a step moves a matrix by at most 1/rho in spectral norm.
+            One number, or one per batch, of which the mean counts. By default RHO.
+        at: what is preconditioned, `"consensus"` or, as in the paper, the `"local"` step.
+        momentum: \(\mu\), how much of the average of gradients is kept from round to round; 0.95
+            by default. Only at the consensus.
+        eta: \(\eta_i\), cap of the eigenvalues of P or Q and of SISA's \(\sqrt{m_i}\). The theory
+            wants it finite; it costs time on GPUs.
         average: see `torchpisa.preconditioners.Spectral`; 0, the default, for no state but the
-            dual.
+            dual. Only in the local step.
         aspect_scaling: let tall matrices move \(\sqrt{\mathrm{rows}/\mathrm{cols}}\) times further;
             see `torchpisa.preconditioners.Spectral`.
-        method: how d is computed; see `torchpisa.preconditioners.Spectral`. `"smooth"` is the
+        method: how it is computed; see `torchpisa.preconditioners.Spectral`. `"smooth"` is the
             cheap one, by a few Newton-Schulz steps.
         ns_steps: Newton-Schulz iterations of `"smooth"`.
         ns_dtype: what they are computed in; see `NSISA`.
@@ -79,6 +84,8 @@ class MISA(MatrixOptimizer):
         *,
         sigma: float | Sequence[float] | None = None,
         rho: float | Sequence[float] | None = None,
+        at: Literal["consensus", "local"] = "consensus",
+        momentum: float | None = None,
         eta: float = math.inf,
         average: float = 0.0,
         aspect_scaling: bool = False,
@@ -92,12 +99,20 @@ class MISA(MatrixOptimizer):
         eps: float = 0.0,
         **common: "Unpack[Common]",
     ) -> None:
-        sigma, rho = fill_in(sigma, rho, common, single=(0.5, 10.0), several=(1.0, 1.0))
+        check_choice("at", at, ("consensus", "local"))
+        local = at == "local"
+        sigma, rho = fill_in(
+            *(sigma, rho, common),
+            single=(0.5, 10.0) if local else (0.1, 10.0),
+            several=(1.0, 1.0) if local else (0.1, 10.0),
+        )
         super().__init__(
             params,
             sigma,
             rho,
             {
+                "at": at,
+                "momentum": momentum,
                 "average": average,
                 "aspect_scaling": aspect_scaling,
                 "method": method,
@@ -113,8 +128,8 @@ class MISA(MatrixOptimizer):
             **common,
         )
 
-    def _matrix_preconditioner(self, group: Group) -> Spectral:
-        return Spectral(
+    def _matrix_preconditioner(self, group: Group) -> Preconditioner:
+        spectral = Spectral(
             group["eta"],
             group["average"],
             group["aspect_scaling"],
@@ -122,3 +137,11 @@ class MISA(MatrixOptimizer):
             group["ns_steps"],
             self._ns_dtype(group),
         )
+        momentum = group["momentum"]
+        if group["at"] == "consensus":
+            return SpectralConsensus(0.95 if momentum is None else momentum, spectral)
+        if momentum is not None:
+            raise ValueError(
+                f"momentum must be None with at='local', got {momentum!r}: the dual is no average"
+            )
+        return spectral

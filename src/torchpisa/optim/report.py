@@ -106,7 +106,7 @@ def effective(
                 scales.append((float(sigma), float(rho) * q.double().cpu()))
     # On several ranks as if the others' sigmas were like this one's.
     share = sum(group["weights"]) if group["ranks"] > 1 else 1.0
-    step_size = lr * share / float(rounds.total_sigma(group))
+    step_size = lr * share / float(rounds.totals(group).sigma)
     if not scales:
         return Effective(step_size, None, None, None)
     sigma = torch.cat([torch.full_like(rq, s) for s, rq in scales])

@@ -8,7 +8,7 @@ them that were not skipped) and `kept` (the same, as far as only the device know
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torchpisa.preconditioners import Preconditioner
 __all__ = [
     "PROGRESS",
     "Group",
+    "Totals",
     "alone",
     "choose",
     "consensus",
@@ -30,11 +31,19 @@ __all__ = [
     "next_sigmas",
     "settle",
     "slots",
+    "totals",
 ]
 
 Group = dict[str, Any]
 
 PROGRESS: Group = {"iteration": 0, "visited": 0, "present": 0, "kept": None}
+
+
+class Totals(NamedTuple):
+    """S, the weighted sum of all sigmas of the round, and likewise of rho."""
+
+    sigma: Scalar
+    rho: Scalar
 
 
 def alone(group: Group) -> bool:
@@ -165,14 +174,16 @@ def consensus(
     group: Group,
     number: int,
     members: list[Member],
-    total: Scalar,
+    preconditioner: Preconditioner,
+    totals: Totals,
     keep: Tensor | None,
     plans: fused.Plans,
 ) -> None:
-    """Equation (2.9) for `members` of group `number`, from pending sums and S, their `total`."""
+    """Equation (2.9) for `members` of group `number`, from pending sums and `totals`."""
     if members:
-        kernel = _consensus_kernel(group, number, members, keep, plans)
-        kernel.consensus(members, _move(group, total), keep)
+        move = _move(group, totals, preconditioner)
+        kernel = _consensus_kernel(group, number, members, move, keep, plans)
+        kernel.consensus(members, move, keep)
 
 
 def finish(group: Group, members: list[Member]) -> None:
@@ -197,11 +208,15 @@ def _remember(group: Group, slot: int, keep: Tensor | None) -> None:
     kept[slot].logical_or_(torch.ones_like(kept[slot]) if keep is None else keep)
 
 
-def total_sigma(group: Group) -> Scalar:
-    """S, the weighted sum of all sigmas of the round; on several ranks, this one's part of it."""
-    pairs = zip(group["weights"], per_batch(group, "sigma"), strict=True)
-    total: Scalar = sum(weight * sigma for weight, sigma in pairs)
-    return total
+def totals(group: Group) -> Totals:
+    """The sums of a group; on several ranks, this one's part of them."""
+
+    def total(name: str) -> Scalar:
+        pairs = zip(group["weights"], per_batch(group, name), strict=True)
+        summed: Scalar = sum(weight * value for weight, value in pairs)
+        return summed
+
+    return Totals(total("sigma"), total("rho"))
 
 
 def lr(group: Group) -> Scalar:
@@ -210,8 +225,15 @@ def lr(group: Group) -> Scalar:
     return value.reshape(()) if isinstance(value, Tensor) else value
 
 
-def _move(group: Group, total: Scalar) -> Move:
-    return Move(total, group["consensus_decay"], lr(group), group["stochastic_rounding"])
+def _move(group: Group, totals: Totals, preconditioner: Preconditioner) -> Move:
+    return Move(
+        totals.sigma,
+        group["consensus_decay"],
+        lr(group),
+        group["stochastic_rounding"],
+        preconditioner.proximal,
+        totals.rho,
+    )
 
 
 def _job(
@@ -234,7 +256,7 @@ def _job(
         grad_scale=None,
         clip_scale=None,
         keep=keep,
-        move=_move(group, total_sigma(group)) if alone(group) else None,
+        move=_move(group, totals(group), preconditioner) if alone(group) else None,
         stochastic_rounding=group["stochastic_rounding"],
     )
 
@@ -273,9 +295,15 @@ def _able(kernel: Kernel, job: LocalJob) -> Kernel:
 
 
 def _consensus_kernel(
-    group: Group, number: int, members: list[Member], keep: Tensor | None, plans: fused.Plans
+    group: Group,
+    number: int,
+    members: list[Member],
+    move: Move,
+    keep: Tensor | None,
+    plans: fused.Plans,
 ) -> Kernel:
-    if _wants_fused(group) and not _on_cpu([member.param for member in members]):
+    on_cpu = _on_cpu([member.param for member in members])
+    if _wants_fused(group) and not on_cpu and move.proximal is None:
         plan = fused.find_consensus(plans, (number, "consensus"), members)
         if not isinstance(plan, str):
             return plan

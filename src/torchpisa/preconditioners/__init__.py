@@ -6,6 +6,7 @@ from torchpisa.preconditioners.identity import Identity
 from torchpisa.preconditioners.newton_schulz import NewtonSchulz
 from torchpisa.preconditioners.second_moment import SecondMoment
 from torchpisa.preconditioners.spectral import Spectral
+from torchpisa.preconditioners.spectral_consensus import SpectralConsensus
 
 __all__ = [
     "Hessian",
@@ -15,4 +16,5 @@ __all__ = [
     "Preconditioner",
     "SecondMoment",
     "Spectral",
+    "SpectralConsensus",
 ]

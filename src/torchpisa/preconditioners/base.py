@@ -3,11 +3,14 @@ r"""What a preconditioner is: the solver of one batch's local problem, equation 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
+
+if TYPE_CHECKING:
+    from torchpisa.preconditioners.spectral import Spectral
 
 __all__ = ["LocalProblem", "Preconditioner", "State"]
 
@@ -57,6 +60,11 @@ class Preconditioner(ABC):
 
     clips: ClassVar[bool] = True
     joint: ClassVar[bool] = False
+
+    @property
+    def proximal(self) -> "Spectral | None":
+        """What holds the weights back at the consensus; None for equation (2.9) as it is."""
+        return None
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
         """State of one batch for `param` before the first round, by name. None by default."""

@@ -125,6 +125,40 @@ class Spectral(Preconditioner):
             return spectral.smoothed(r, sigma, rho, self.ns_steps, self.dtype), {}
         return self._resolvent(r)(r, sigma, rho, self.eta), {}
 
+    def consensus(
+        self,
+        w: Tensor,
+        total: Tensor,
+        rho: Scalar,
+        total_sigma: Scalar,
+        consensus_decay: float = 0.0,
+        lr: Scalar = 1.0,
+    ) -> Tensor:
+        r"""Equation (2.9) with a proximal term: the next \(w\).
+
+        What is minimised has \(\frac{\rho}{2} \lVert w^{\ell+1} - w^\ell \rVert_P^2\) more, with
+        \(P = \min((V V^\top)^{1/2}, \eta)\) of \(V = U - \lambda w\), so that
+        \(w + \mathrm{lr}\,((S + \mathrm{lr}\,\lambda) I + \rho P)^{-1} V\) follows.
+
+        Args:
+            w: \(w^\ell\).
+            total: \(U = \sum_i \alpha_i u_i\).
+            rho: \(\rho\), the weight of the term.
+            total_sigma: \(S = \sum_i \alpha_i \sigma_i\).
+            consensus_decay: \(\lambda\).
+            lr: relative learning rate, which divides sigma and rho alike.
+        """
+        pull = total - consensus_decay * w if consensus_decay else total
+
+        def solved(matrix: Tensor) -> Tensor:
+            scale = self.scale(*matrix.shape)
+            sigma = total_sigma + lr * consensus_decay
+            return self.solve_matrix(matrix, {}, sigma, rho / scale, 1)[0]
+
+        if hasattr(pull, "full_tensor"):
+            return w - lr * _everywhere(pull, solved)
+        return w + lr * solved(pull.flatten(1)).reshape(w.shape)
+
     def _resolvent(self, r: Tensor) -> Callable[[Tensor, Scalar, Scalar, float], Tensor]:
         method = self.method
         if method == "auto":

@@ -159,6 +159,11 @@ def certify(
     """
     m = len(problem.sizes)
     preconditioner = Identity() if preconditioner is None else preconditioner
+    if preconditioner.proximal is not None:
+        raise ValueError(
+            "preconditioner must leave the consensus (2.9) to the theory, got "
+            f"{type(preconditioner).__name__}"
+        )
     gammas = [float(g) for g in per_batch("gamma", gamma, m, _check_gamma)]
     rhos = [float(r) for r in per_batch("rho", rho, m, check_rho)]
     check_count("iterations", iterations)

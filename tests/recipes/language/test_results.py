@@ -61,7 +61,7 @@ def test_condensed_run() -> None:
     assert (run["last"], run["diverged"]) == (3.9877, False)
     assert run["optimizer_ms"] == 10.0  # without the first lines
     assert run["step_ms"] == pytest.approx(100)
-    assert run["parameters"] == 124_475_904
+    assert run["parameters"] == 123_568_128
     assert loss_at(run, 160) == run["val_loss"][16]
     assert loss_at(run, 50) is None
     assert loss_at(run, 161) is None
@@ -124,7 +124,7 @@ def test_quick_says_only_that_it_learns() -> None:
 
 def test_report(done: Results) -> None:
     text = RECIPE.report(done) if RECIPE.report else ""
-    assert "124.5M parameters after 320 steps of 64 sequences (21.0M tokens" in text
+    assert "123.6M parameters after 320 steps of 64 sequences (21.0M tokens" in text
     lines = text.splitlines()
     row = next(line for line in lines if line.startswith("| Muon |"))
     assert "| 2 | lr 0.02, momentum 0.95, nesterov, rest by AdamW 0.0036 |" in row

@@ -75,14 +75,13 @@ class Penalised(Algorithm):
     def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
         """Equation (2.9): sigma is the same for all clients, and the alphas add up to one."""
         weights, duals = {}, {}
+        proximal = self.solver().proximal
+        numbers = server.numbers["sigma"], self.consensus_decay
         for name, w in server.weights.items():
-            weights[name], duals[name] = pisa.consensus_of_deltas(
-                w,
-                server.memory["dual"][name],
-                total.tensors["delta"][name],
-                server.numbers["sigma"],
-                self.consensus_decay,
-            )
+            dual, delta = server.memory["dual"][name], total.tensors["delta"][name]
+            weights[name], duals[name] = pisa.consensus_of_deltas(w, dual, delta, *numbers)
+            if proximal is not None:
+                weights[name] = proximal.consensus(w, duals[name] + delta, self.rho, *numbers)
         memory = {"dual": duals}
         return replace(server, weights=weights, memory=memory, iteration=server.iteration + 1)
 

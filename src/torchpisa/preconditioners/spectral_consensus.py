@@ -1,0 +1,50 @@
+"""Duals that average gradients, and a consensus by singular values: what MISA does by default."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from torchpisa.checks import check_range
+from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
+from torchpisa.preconditioners.spectral import Spectral
+
+__all__ = ["SpectralConsensus"]
+
+
+@dataclass(frozen=True)
+class SpectralConsensus(Preconditioner):
+    r"""\(\rho_i Q_i = \frac{\mu}{1 - \mu} \sigma_i I\), and \(\rho\) at the consensus: ours.
+
+    For matrices. The local step \(d_i = -(1 - \mu) r_i / \sigma_i\) makes the dual an average of
+    gradients, \(\pi_i \leftarrow \mu \pi_i - (1 - \mu) g_i\), whatever rho. What the batches
+    contribute is added up as in the paper, so where they differ, they cancel out; only the sum
+    \(U\) is preconditioned, by a proximal term of the consensus (2.9):
+    \(w \leftarrow w + (S I + \rho P)^{-1} U\) with \(P = (U U^\top)^{1/2}\). A singular value
+    \(s\) of \(U\) becomes \(s / (S + \rho s)\).
+
+    Args:
+        momentum: \(\mu\).
+        spectral: how \(P\) is made and computed; without average.
+    """
+
+    momentum: float = 0.95
+    spectral: Spectral = field(default_factory=Spectral)
+
+    def __post_init__(self) -> None:
+        check_range("momentum", self.momentum, 0, 1, high_open=True)
+        if self.spectral.average:
+            kept = self.spectral.average
+            raise ValueError(
+                f"average must be 0 at the consensus, where none is kept, got {kept!r}"
+            )
+
+    @property
+    def proximal(self) -> Spectral:
+        return self.spectral
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        self.spectral.check(params)
+
+    def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        return (self.momentum - 1) / problem.sigma * problem.residual, {}
