@@ -1,20 +1,22 @@
-"""MISA, SISA and NSISA on digits, sorted by label or mixed: training loss at equal rounds.
+"""MISA, SISA and NSISA on images sorted by label or mixed: training loss at equal rounds.
 
     python -m benchmarks.spectral sorted --out docs/results/spectral_sorted.json
     python -m benchmarks.spectral mixed --out docs/results/spectral_mixed.json
+    python -m benchmarks.spectral mnist --data DIR --out docs/results/spectral_mnist.json
     python -m benchmarks.spectral sorted --show docs/results/spectral_sorted.json
 
-Sorted: ten batches with one label each, full gradients, 300 rounds. Mixed: one batch, 64 samples
-drawn from all of them, 300 rounds. Every optimizer gets the same number of
-trials, pairs of sigma and rho with one seed; the pair with the least training loss then runs with
-three other seeds. What is not a matrix has SISA's defaults in NSISA and MISA. A pair on the edge of
-its grid says that the grid was too small. The defaults of MISA were chosen from it.
+Sorted: digits, ten batches with one label each, full gradients, 300 rounds. MNIST: the same for
+10,000 of its images. Mixed: digits, one batch, 64 samples drawn from all of them, 300 rounds. Every
+optimizer gets the same number of trials, pairs of sigma and rho with one seed; the pair with the
+least training loss then runs with three other seeds. What is not a matrix has SISA's defaults in
+NSISA and MISA. A pair on the edge of its grid says that the grid was too small. The defaults of
+MISA were chosen from it.
 """
 
 import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from math import isfinite
 from multiprocessing import get_context
@@ -24,13 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import torchpisa
 from benchmarks import environment
 from benchmarks.tasks import load_digits_split
+from recipes import datasets
+from torchpisa.data import permutation
 
 ROUNDS, BATCH_SIZE, SEEDS, POINTS = 300, 64, (1, 2, 3), 10
+IMAGES = 10_000  # of MNIST
 
 
 class Contestant(NamedTuple):
@@ -42,23 +47,40 @@ class Contestant(NamedTuple):
     rhos: tuple[float, ...]
 
 
-MISA_RHOS = (0.3, 1.0, 3.0, 10.0)
-SORTED = {
-    "SISA": Contestant(torchpisa.SISA, {}, (0.2, 0.35, 0.5, 1.0), (10.0, 30.0, 100.0, 300.0)),
-    "NSISA": Contestant(torchpisa.NSISA, {}, (0.6, 2.5, 10.0, 40.0), (1.0, 10.0, 100.0, 1e3)),
-    "MISA": Contestant(torchpisa.MISA, {}, (0.015, 0.03, 0.06, 0.125), MISA_RHOS),
-    "MISA, average 0.9": Contestant(
-        torchpisa.MISA, {"average": 0.9}, (0.015, 0.03, 0.06, 0.125), MISA_RHOS
+def contestants(
+    sisa: tuple[Any, Any], nsisa: tuple[Any, Any], misa: tuple[Any, Any], local: tuple[Any, Any]
+) -> dict[str, Contestant]:
+    """All of them, with grids of sigma and rho each."""
+    own = {"at": "local"}
+    return {
+        "SISA": Contestant(torchpisa.SISA, {}, *sisa),
+        "NSISA": Contestant(torchpisa.NSISA, {}, *nsisa),
+        "MISA": Contestant(torchpisa.MISA, {}, *misa),
+        "MISA, local": Contestant(torchpisa.MISA, own, *local),
+        "MISA, local, average 0.9": Contestant(torchpisa.MISA, {**own, "average": 0.9}, *local),
+    }
+
+
+CONTESTANTS = {
+    "sorted": contestants(
+        sisa=((0.2, 0.35, 0.5, 1.0), (10.0, 30.0, 100.0, 300.0)),
+        nsisa=((0.6, 2.5, 10.0, 40.0), (1.0, 10.0, 100.0, 1e3)),
+        misa=((0.001, 0.003, 0.01, 0.03), (1.0, 3.0, 10.0, 30.0)),
+        local=((0.015, 0.03, 0.06, 0.125), (0.3, 1.0, 3.0, 10.0)),
+    ),
+    "mnist": contestants(
+        sisa=((0.5, 1.0, 2.0, 4.0), (30.0, 100.0, 300.0, 1e3)),
+        nsisa=((0.6, 2.5, 10.0, 40.0), (1.0, 10.0, 100.0, 1e3)),
+        misa=((0.001, 0.003, 0.01, 0.03), (1.0, 3.0, 10.0, 30.0)),
+        local=((0.03, 0.06, 0.125, 0.25), (0.3, 1.0, 3.0, 10.0)),
+    ),
+    "mixed": contestants(
+        sisa=((0.05, 0.1, 0.2, 0.5), (30.0, 100.0, 300.0, 1e3)),
+        nsisa=((10.0, 20.0, 40.0, 80.0), (1.0, 10.0, 100.0, 1e3)),
+        misa=((0.003, 0.01, 0.03, 0.1), (10.0, 20.0, 30.0, 50.0)),
+        local=((0.05, 0.1, 0.2, 0.4), (1.0, 3.0, 10.0, 30.0)),
     ),
 }
-MISA_ONE = (0.05, 0.1, 0.2, 0.4), (1.0, 3.0, 10.0, 30.0)
-MIXED = {
-    "SISA": Contestant(torchpisa.SISA, {}, (0.05, 0.1, 0.2, 0.5), (30.0, 100.0, 300.0, 1e3)),
-    "NSISA": Contestant(torchpisa.NSISA, {}, (10.0, 20.0, 40.0, 80.0), (1.0, 10.0, 100.0, 1e3)),
-    "MISA": Contestant(torchpisa.MISA, {}, *MISA_ONE),
-    "MISA, average 0.9": Contestant(torchpisa.MISA, {"average": 0.9}, *MISA_ONE),
-}
-CONTESTANTS = {"sorted": SORTED, "mixed": MIXED}
 
 
 class Trial(NamedTuple):
@@ -70,15 +92,31 @@ class Trial(NamedTuple):
     seed: int
 
 
-def network() -> nn.Module:
-    """MLP 64-32-10."""
-    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+def network(inputs: int = 64) -> nn.Module:
+    """MLP with 32 hidden units."""
+    return nn.Sequential(nn.Linear(inputs, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-def train(trial: Trial, data: str = "sorted", rounds: int = ROUNDS) -> dict[str, Any]:
+@cache
+def load(data: str, folder: str | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """Training and test data as rows of pixels; of MNIST some of the training data."""
+    if data != "mnist":
+        return load_digits_split()
+    found = datasets.load("mnist", folder, hold_out=False)
+    x, y = found.train
+    kept = permutation(len(y), "benchmarks.spectral")[:IMAGES]
+    return {
+        "train": (x[kept].flatten(1), y[kept]),
+        "test": (found.test[0].flatten(1), found.test[1]),
+    }
+
+
+def train(
+    trial: Trial, data: str = "sorted", rounds: int = ROUNDS, folder: str | None = None
+) -> dict[str, Any]:
     """Training loss on the way, accuracy on test data at the end."""
     torch.set_num_threads(1)
-    splits = load_digits_split()
+    splits = load(data, folder)
     x, y = splits["train"]
     owned = [(y == label).nonzero().flatten() for label in range(10)]
     if data == "mixed":
@@ -86,7 +124,7 @@ def train(trial: Trial, data: str = "sorted", rounds: int = ROUNDS) -> dict[str,
     generator = torch.Generator().manual_seed(trial.seed)
     who = CONTESTANTS[data][trial.name]
     torch.manual_seed(trial.seed)
-    model = network()
+    model = network(x.shape[1])
     opt = who.make(
         model.parameters(),
         sigma=trial.sigma,
@@ -150,6 +188,7 @@ def table(runs: list[dict[str, Any]], data: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", choices=CONTESTANTS)
+    parser.add_argument("--data", dest="folder", help="folder of MNIST; default TORCHPISA_DATA")
     parser.add_argument("--out", type=Path, help="default: docs/results/spectral_DATA.json")
     parser.add_argument("--show", type=Path, help="a saved file: print its table")
     parser.add_argument("--processes", default=2, type=int)
@@ -157,7 +196,7 @@ def main() -> None:
     if args.show:
         print(table(json.loads(args.show.read_text())["runs"], args.data))
         return
-    work = partial(train, data=args.data)
+    work = partial(train, data=args.data, folder=args.folder)
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         runs = list(pool.map(work, search(args.data)))
         finals = [

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchpisa.federated import (
+    MISA,
     PISA,
     SISA,
     Algorithm,
@@ -37,6 +38,9 @@ MAKERS: dict[str, Callable[..., Algorithm]] = {
     ),
     "SISA": lambda **own: SISA(
         **{"sigma": 4.0, "rho": 1.0, "gamma": 0.98, "weight_decay": 0.02, **own}
+    ),
+    "MISA": lambda **own: MISA(
+        **{"sigma": 1.0, "rho": 2.0, "gamma": 0.98, "consensus_decay": 0.01, **own}
     ),
     "FedAvg": lambda **own: FedAvg(**{"lr": 0.1, "momentum": 0.5, "lr_decay": 0.97, **own}),
     "FedProx": lambda **own: FedProx(**{"lr": 0.1, "mu": 0.3, "weight_decay": 0.02, **own}),

@@ -32,6 +32,7 @@ from tests.federated.problems import (
     weighted_sum,
 )
 from torchpisa.federated import (
+    MISA,
     PISA,
     SISA,
     Algorithm,
@@ -51,6 +52,8 @@ from torchpisa.preconditioners import (
     NewtonSchulz,
     Preconditioner,
     SecondMoment,
+    Spectral,
+    SpectralConsensus,
 )
 
 Schedule = Callable[[int], Sequence[int]]
@@ -149,6 +152,19 @@ def test_schemes_of_sisa(own: dict[str, Any]) -> None:
         lambda params, weights: torchpisa.SISA(params, batches=5, weights=weights, **own),
         logistic,
         some,
+    )
+
+
+@SCHEDULES
+@pytest.mark.parametrize("common", SETTINGS.values(), ids=SETTINGS)
+def test_misa_is_the_optimizer(common: dict[str, Any], schedule: Schedule) -> None:
+    own = {"sigma": 0.5, "rho": 2.0, **common}
+    solver = SpectralConsensus(0.8, Spectral(aspect_scaling=True))
+    assert_equals_optimizer(
+        MISA(**own, momentum=0.8, aspect_scaling=True),
+        lambda params, weights: torchpisa.PISA(params, solver, batches=5, weights=weights, **own),
+        mlp,
+        schedule,
     )
 
 
@@ -656,6 +672,9 @@ RANGES: list[Case] = [
     (SISA, "beta", 1.0, "in (0, 1)"),
     (SISA, "eta", 0.0, "a number > 0"),
     (SISA, "eps", -1e-8, "a finite number >= 0"),
+    (MISA, "sigma", 0.0, "a finite number > 0"),
+    (MISA, "momentum", 1.0, "in [0, 1)"),
+    (MISA, "method", "fast", "one of 'auto', 'svd', 'gram', 'polar', 'smooth'"),
     (FedAvg, "lr", 0.0, "a finite number > 0"),
     (FedAvg, "lr", math.inf, "a finite number > 0"),
     (FedAvg, "momentum", 1.0, "in [0, 1)"),
@@ -676,7 +695,7 @@ RANGES: list[Case] = [
 def test_messages_name_argument_value_and_range(
     make: Callable[..., Any], name: str, value: Any, legal: str
 ) -> None:
-    needed = {} if make is SISA else {"lr": 0.1}
+    needed = {} if make in (SISA, MISA) else {"lr": 0.1}
     with pytest.raises(ValueError, match=re.escape(f"{name} must be {legal}, got {value!r}")):
         make(**{**needed, name: value})
 

@@ -5,6 +5,7 @@ For real clients on many machines there is `torchpisa.federated.flower`.
 
 from torchpisa.federated import partition, picture
 from torchpisa.federated.algorithms import (
+    MISA,
     PISA,
     SISA,
     Algorithm,
@@ -18,6 +19,7 @@ from torchpisa.federated.objective import accuracy, cross_entropy
 from torchpisa.federated.simulation import Counts, Simulation
 
 __all__ = [
+    "MISA",
     "PISA",
     "SISA",
     "Algorithm",

@@ -21,6 +21,7 @@ from torchpisa.preconditioners import (
     Spectral,
     SpectralConsensus,
 )
+from torchpisa.preconditioners.spectral import as_matrix
 
 __all__ = ["consensus", "knows", "local_step", "residual_norm", "supports"]
 
@@ -187,7 +188,7 @@ def _resolvents(
     def solve(matrices: Sequence[Tensor]) -> Tensors:
         return resolvent.resolvents(matrices, own, sigma, rho)
 
-    return sharded.solve(rs, wholes, solve) if wholes else solve([r.flatten(1) for r in rs])
+    return sharded.solve(rs, wholes, solve) if wholes else solve([as_matrix(r) for r in rs])
 
 
 def _averaging(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:

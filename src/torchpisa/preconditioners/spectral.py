@@ -13,7 +13,7 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
 
-__all__ = ["Spectral"]
+__all__ = ["Spectral", "as_matrix"]
 
 Method = Literal["auto", "svd", "gram", "polar", "smooth"]
 """How the memoryless form is computed."""
@@ -138,7 +138,8 @@ class Spectral(Preconditioner):
 
         What is minimised has \(\frac{\rho}{2} \lVert w^{\ell+1} - w^\ell \rVert_P^2\) more, with
         \(P = \min((V V^\top)^{1/2}, \eta)\) of \(V = U - \lambda w\), so that
-        \(w + \mathrm{lr}\,((S + \mathrm{lr}\,\lambda) I + \rho P)^{-1} V\) follows.
+        \(w + \mathrm{lr}\,((S + \mathrm{lr}\,\lambda) I + \rho P)^{-1} V\) follows. A
+        vector counts as a column.
 
         Args:
             w: \(w^\ell\).
@@ -157,7 +158,7 @@ class Spectral(Preconditioner):
 
         if hasattr(pull, "full_tensor"):
             return w - lr * _everywhere(pull, solved)
-        return w + lr * solved(pull.flatten(1)).reshape(w.shape)
+        return w + lr * solved(as_matrix(pull)).reshape(w.shape)
 
     def _resolvent(self, r: Tensor) -> Callable[[Tensor, Scalar, Scalar, float], Tensor]:
         method = self.method
@@ -170,6 +171,11 @@ class Spectral(Preconditioner):
     def scale(self, rows: int, cols: int) -> float:
         """What Q of a matrix is divided by."""
         return max(1.0, rows / cols) ** 0.5 if self.aspect_scaling else 1.0
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A tensor as rows of its first dimension; a vector is a column, a number a matrix of one."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
 
 
 def _everywhere(r: Tensor, solved: Callable[[Tensor], Tensor]) -> Tensor:

@@ -16,10 +16,11 @@ __all__ = ["SpectralConsensus"]
 class SpectralConsensus(Preconditioner):
     r"""\(\rho_i Q_i = \frac{\mu}{1 - \mu} \sigma_i I\), and \(\rho\) at the consensus: ours.
 
-    For matrices. The local step \(d_i = -(1 - \mu) r_i / \sigma_i\) makes the dual an average of
-    gradients, \(\pi_i \leftarrow \mu \pi_i - (1 - \mu) g_i\), whatever rho. What the batches
-    contribute is added up as in the paper, so where they differ, they cancel out; only the sum
-    \(U\) is preconditioned, by a proximal term of the consensus (2.9):
+    For matrices; a vector counts as one of a single column. The local step
+    \(d_i = -(1 - \mu) r_i / \sigma_i\) makes the dual an average of gradients,
+    \(\pi_i \leftarrow \mu \pi_i - (1 - \mu) g_i\), whatever rho. What the batches contribute is
+    added up as in the paper, so what they disagree on cancels out; only the sum \(U\) is
+    preconditioned, by a proximal term of the consensus (2.9):
     \(w \leftarrow w + (S I + \rho P)^{-1} U\) with \(P = (U U^\top)^{1/2}\). A singular value
     \(s\) of \(U\) becomes \(s / (S + \rho s)\).
 
@@ -44,7 +45,13 @@ class SpectralConsensus(Preconditioner):
         return self.spectral
 
     def check(self, params: Sequence[Tensor]) -> None:
-        self.spectral.check(params)
+        for param in params:
+            sharded = hasattr(param, "full_tensor") and param.dim() < 2
+            if param.is_complex() or not param.numel() or sharded:
+                raise ValueError(
+                    "params must be real and not empty for SpectralConsensus, and sharded ones "
+                    f"matrices, got one of shape {tuple(param.shape)} and {param.dtype}"
+                )
 
     def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
         return (self.momentum - 1) / problem.sigma * problem.residual, {}

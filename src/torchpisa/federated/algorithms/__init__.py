@@ -2,9 +2,10 @@
 
 from torchpisa.federated.algorithms.averaging import FedAvg, FedNova, FedProx, Scaffold
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, Tensors
-from torchpisa.federated.algorithms.pisa import PISA, SISA
+from torchpisa.federated.algorithms.pisa import MISA, PISA, SISA
 
 __all__ = [
+    "MISA",
     "PISA",
     "SISA",
     "Algorithm",

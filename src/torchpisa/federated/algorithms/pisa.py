@@ -1,4 +1,4 @@
-r"""PISA and SISA with clients: Algorithms 1 and 2, a batch being a client's data.
+r"""PISA, SISA and MISA with clients: Algorithms 1 and 2 and ours, a batch being a client's data.
 
 A client keeps its dual and what its preconditioner remembers, and sends
 \(\delta_i = \sigma d_i\). The server keeps \(w\) and \(\Pi = \sum_i \alpha_i \pi_i\). A client that
@@ -27,14 +27,22 @@ from torchpisa.federated.algorithms.base import (
 )
 from torchpisa.federated.local_work import FullGradient, LocalWork, check_local
 from torchpisa.penalty import Gamma
-from torchpisa.preconditioners import Hessian, LocalProblem, Preconditioner, SecondMoment
+from torchpisa.preconditioners import (
+    Hessian,
+    LocalProblem,
+    Preconditioner,
+    SecondMoment,
+    Spectral,
+    SpectralConsensus,
+)
+from torchpisa.preconditioners.spectral import Method
 
-__all__ = ["PISA", "SISA"]
+__all__ = ["MISA", "PISA", "SISA"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Penalised(Algorithm):
-    r"""What PISA and SISA share; see there."""
+    r"""What PISA, SISA and MISA share; see there."""
 
     sigma: float
     rho: float
@@ -225,3 +233,40 @@ class SISA(Penalised):
 
     def solver(self) -> SecondMoment:
         return SecondMoment(self.scheme, self.beta, self.eta, self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MISA(Penalised):
+    r"""Matrix-preconditioned Inexact Stochastic ADMM: ours, not the paper's.
+
+    A client's dual is an average of its gradients, and the server preconditions what the clients
+    sum up to: a singular value \(s\) of it becomes \(s / (\sigma + \rho s)\), so that large ones
+    are treated as by Muon and small ones as by gradient descent. What clients disagree on has
+    cancelled out before. Vectors count as matrices of one column, unlike in `torchpisa.MISA`.
+
+    Args:
+        sigma: \(\sigma^0 > 0\), the penalty: 1/sigma is the step where singular values are small.
+        rho: \(\rho \ge 0\): a round moves a matrix by at most 1/rho in spectral norm.
+        momentum: \(\mu\), how much of the average is kept from round to round.
+        gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
+        weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
+        consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
+        local: what a client does in a round; one full local gradient by default. Several local
+            steps are our extension, see `PISA`.
+        aspect_scaling: let tall matrices move \(\sqrt{\mathrm{rows}/\mathrm{cols}}\) times further.
+        method: how the server computes it; see `torchpisa.preconditioners.Spectral`.
+    """
+
+    sigma: float = 0.1
+    rho: float = 10.0
+    momentum: float = 0.95
+    aspect_scaling: bool = False
+    method: Method = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.solver()  # checks the rest
+
+    def solver(self) -> SpectralConsensus:
+        spectral = Spectral(aspect_scaling=self.aspect_scaling, method=self.method)
+        return SpectralConsensus(self.momentum, spectral)
