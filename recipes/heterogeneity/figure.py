@@ -11,9 +11,10 @@ from recipes.style import COLOURS, DASHES, INK, look
 
 __all__ = ["draw"]
 
-# SISA is the one to find at a glance; lines differ in more than their colour.
-LINES = ["-", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (5, 2, 1, 2)), "-"]
-WIDTHS = [1.2, 1.2, 1.4, 1.2, 1.2, 2.0]
+# SISA and MISA are to be found at a glance; lines differ in more than their colour.
+LINES = ["-", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (5, 2, 1, 2)), "-", (0, (8, 1))]
+OWN_COLOURS = [*COLOURS, INK]
+WIDTHS = [1.2, 1.2, 1.4, 1.2, 1.2, 2.0, 2.0]
 
 
 def draw(results: Results, path: Path) -> None:
@@ -44,7 +45,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def panel(axes: Any, cell: Cell, row: dict[str, Summary], handles: dict[str, Any]) -> None:
-    for name, colour, line, width in zip(ALGORITHMS, COLOURS, LINES, WIDTHS, strict=True):
+    for name, colour, line, width in zip(ALGORITHMS, OWN_COLOURS, LINES, WIDTHS, strict=True):
         if name in row:
             rounds, accuracy = row[name].curve()
             (handles[name],) = axes.plot(rounds, accuracy, color=colour, ls=line, lw=width)

@@ -26,6 +26,7 @@ CLASSES = {
     "scaffold": federated.Scaffold,
     "fedsgd": federated.FedAvg,
     "sisa": federated.SISA,
+    "misa": federated.MISA,
 }
 COLUMNS = ("round", "accuracy", "loss", "gradients", "samples", "bytes_up", "bytes_down")
 POINTS = 50  # of a curve in the saved results

@@ -35,6 +35,7 @@ GRIDS: dict[str, Grid] = {
     "scaffold": {"lr": _LR},
     "fedsgd": {"lr": (0.03, 0.1, 0.2, 0.3, 0.5, 1.0)},
     "sisa": {"sigma": (1.0, 2.0, 3.0, 5.0), "rho": (1.0, 10.0, 100.0, 1000.0)},
+    "misa": {"sigma": (0.03, 0.1, 0.3), "rho": (10.0, 30.0, 100.0)},
 }
 WORK = ("epochs", "batch_size", "rounds")  # fields of a `Choice`; the rest are options
 

@@ -38,7 +38,7 @@ def lines(settings: Settings, **changes: object) -> list[dict[str, float | None]
 
 def test_plan_is_the_papers_table() -> None:
     runs = plan(PRESETS["paper"])
-    assert len(runs) == (10 * 5 + 1) * 3  # FedSGD in one cell
+    assert len(runs) == (10 * 5 + 1 + 4) * 3  # FedSGD in one cell, MISA in those of one label
     adult = runs["adult_1label_fednova_seed2"]
     assert (adult.clients, adult.labels, adult.seed) == (4, 1, 2)
     assert runs["cifar10_3label_sisa_seed0"].clients == 10
@@ -65,7 +65,7 @@ def test_settings_make_algorithms(dataset: str) -> None:
     for settings in plan(Config((), 1, seeds=1, extra=rows)).values():
         made = algorithm(settings)
         assert isinstance(made, CLASSES[settings.algorithm])
-        one_gradient = settings.algorithm in ("sisa", "fedsgd")
+        one_gradient = settings.algorithm in ("sisa", "misa", "fedsgd")
         assert isinstance(made.local, federated.FullGradient) == one_gradient
         if one_gradient:
             assert made.local == federated.FullGradient(steps=1)
@@ -122,7 +122,7 @@ def test_fedsgd_costs_what_sisa_costs() -> None:
     costs = [
         {name: value for name, value in lines(QUICK[f"digits_1label_{name}_seed0"], rounds=2)[-1]
          .items() if name not in ("accuracy", "loss")}
-        for name in ("sisa", "fedsgd")
+        for name in ("sisa", "misa", "fedsgd")
     ]  # fmt: skip
     assert costs[0] == costs[1]
 
@@ -171,7 +171,7 @@ def test_command_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(SystemExit, match="statements do not hold"):  # after so few rounds
         command.main(arguments)
     saved = json.loads((tmp_path / "heterogeneity.json").read_text(encoding="utf-8"))
-    assert len(saved["runs"]) == 12
+    assert len(saved["runs"]) == 14
     assert saved["missing"] == []
     assert "| digits | 1 |" in (tmp_path / "heterogeneity.md").read_text(encoding="utf-8")
     assert "digits, 2 labels" in (tmp_path / "heterogeneity.svg").read_text(encoding="utf-8")
