@@ -159,7 +159,7 @@ def test_schemes_of_sisa(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize("common", SETTINGS.values(), ids=SETTINGS)
 def test_misa_is_the_optimizer(common: dict[str, Any], schedule: Schedule) -> None:
     own = {"sigma": 0.5, "rho": 2.0, **common}
-    solver = SpectralConsensus(0.8, Spectral(aspect_scaling=True))
+    solver = SpectralConsensus(0.8, Spectral(aspect_scaling=True, method="smooth"))
     assert_equals_optimizer(
         MISA(**own, momentum=0.8, aspect_scaling=True),
         lambda params, weights: torchpisa.PISA(params, solver, batches=5, weights=weights, **own),

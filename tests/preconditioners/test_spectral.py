@@ -167,3 +167,13 @@ def test_smooth_batches_equal_single_matrices(shape):
     for found, r in zip(resolvent.resolvents(rs, own, 0.3, 2.0), rs, strict=True):
         expected, _ = own.solve_matrix(r, {}, 0.3, 2.0 / own.scale(*r.shape), 1)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_smooth_without_rho_is_gradient_descent(dtype):
+    """Up to the usual factor of Newton-Schulz."""
+    r = torch.randn(4, 6, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    own = Spectral(method="smooth")
+    for y in (own.solve_matrix(r, {}, 0.5, 0.0, 1)[0], *resolvent.resolvents([r], own, 0.5, 0.0)):
+        ratio = y / (r / 0.5)
+        assert 0.6 < ratio.min() <= ratio.max() < 1.3

@@ -187,21 +187,23 @@ def smoothed(
     Args:
         r: matrices in the last two dimensions; leading dimensions are a batch.
         sigma: \(\sigma_i\).
-        rho: \(\rho_i > 0\).
+        rho: \(\rho_i\).
         steps: of Newton-Schulz.
         dtype: what its products are computed in; that of `r` by default.
     """
     wide = r.size(-2) <= r.size(-1)
     x = r if wide else r.mT
-    y = newton_schulz(augmented(x, sigma, rho), steps, dtype)[..., : x.size(-1)] / rho
+    both, scale = augmented(x, sigma, rho)
+    y = newton_schulz(both, steps, dtype)[..., : x.size(-1)] / scale
     return y if wide else y.mT
 
 
-def augmented(x: Tensor, sigma: Scalar, rho: Scalar) -> Tensor:
-    r"""\([\rho x, \sigma I]\) for matrices with at most as many rows as columns."""
+def augmented(x: Tensor, sigma: Scalar, rho: Scalar) -> tuple[Tensor, Scalar]:
+    r"""\([\rho x, \sigma I]\) for matrices with at most as many rows as columns, and \(\rho\)."""
+    rho = rho + 1e-12 * sigma  # so that rho = 0 is divided by as well
     n = x.size(-2)
     identity = torch.eye(n, dtype=x.dtype, device=x.device).expand(*x.shape[:-1], n)
-    return torch.cat([rho * x, sigma * identity], dim=-1)
+    return torch.cat([rho * x, sigma * identity], dim=-1), rho
 
 
 def polar_factor(x: Tensor) -> Tensor:

@@ -43,9 +43,9 @@ def _solved(x: Tensor, own: Spectral, sigma: Scalar, rho: Scalar) -> Sequence[Te
     if own.method != "smooth":
         return own.solve_matrix(x, {}, sigma, rho, 1)[0].unbind()
     # By the kernels of Newton-Schulz, which compute halves of symmetric products.
-    both = spectral.augmented(x, sigma, rho).unbind()
-    found = newton_schulz.orthogonalize(both, own.ns_steps, own.dtype)
-    return [each[:, : x.size(-1)] / rho for each in found]
+    both, scale = spectral.augmented(x, sigma, rho)
+    found = newton_schulz.orthogonalize(both.unbind(), own.ns_steps, own.dtype)
+    return [each[:, : x.size(-1)] / scale for each in found]
 
 
 def averaged(

@@ -68,8 +68,9 @@ class MISA(MatrixOptimizer):
             dual. Only in the local step.
         aspect_scaling: let tall matrices move \(\sqrt{\mathrm{rows}/\mathrm{cols}}\) times further;
             see `torchpisa.preconditioners.Spectral`.
-        method: how it is computed; see `torchpisa.preconditioners.Spectral`. `"smooth"` is the
-            cheap one, by a few Newton-Schulz steps.
+        method: how it is computed; see `torchpisa.preconditioners.Spectral`. By default
+            `"smooth"`, which is cheap and as rough as Muon; with a finite eta, or in the local
+            step, `"auto"`, which is as accurate as an SVD.
         ns_steps: Newton-Schulz iterations of `"smooth"`.
         ns_dtype: what they are computed in; see `NSISA`.
         sisa_sigma: sigma of what is not a matrix; `SISA`'s by default.
@@ -91,7 +92,7 @@ class MISA(MatrixOptimizer):
         eta: float = math.inf,
         average: float = 0.0,
         aspect_scaling: bool = False,
-        method: Method = "auto",
+        method: Method | None = None,
         ns_steps: int = 5,
         ns_dtype: torch.dtype | Literal["auto"] | None = "auto",
         sisa_sigma: float | Sequence[float] | None = None,
@@ -131,16 +132,18 @@ class MISA(MatrixOptimizer):
         )
 
     def _matrix_preconditioner(self, group: Group) -> Preconditioner:
+        local = group["at"] == "local"
+        rough = not local and group["eta"] == math.inf and not group["average"]
         spectral = Spectral(
             group["eta"],
             group["average"],
             group["aspect_scaling"],
-            group["method"],
+            group["method"] or ("smooth" if rough else "auto"),
             group["ns_steps"],
             self._ns_dtype(group),
         )
         momentum = group["momentum"]
-        if group["at"] == "consensus":
+        if not local:
             return SpectralConsensus(0.95 if momentum is None else momentum, spectral)
         if momentum is not None:
             raise ValueError(

@@ -255,13 +255,14 @@ class MISA(Penalised):
             steps are our extension, see `PISA`.
         aspect_scaling: let tall matrices move \(\sqrt{\mathrm{rows}/\mathrm{cols}}\) times further.
         method: how the server computes it; see `torchpisa.preconditioners.Spectral`.
+            `"smooth"`, the default, is cheap and as rough as Muon.
     """
 
     sigma: float = 0.1
     rho: float = 10.0
     momentum: float = 0.95
     aspect_scaling: bool = False
-    method: Method = "auto"
+    method: Method = "smooth"
 
     def __post_init__(self) -> None:
         super().__post_init__()
