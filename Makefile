@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 		$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
-demo: $(STAMP) ## train on ten clients that share hardly a label, with five algorithms
+demo: $(STAMP) ## train on ten clients that share hardly a label, with six algorithms
 	@$(BIN)/python examples/federated.py
 
 test: lint types docs unit ## everything that must pass: lint, types, docs, unit

@@ -92,7 +92,8 @@ def main() -> None:
         "NSISA": (torchpisa.NSISA, {}),
         "MISA": (torchpisa.MISA, {}),
         "MISA, eta 1": (torchpisa.MISA, {"eta": 1.0}),
-        "MISA, average 0.9": (torchpisa.MISA, {"average": 0.9}),
+        "MISA, local": (torchpisa.MISA, {"at": "local"}),
+        "MISA, local, average 0.9": (torchpisa.MISA, {"at": "local", "average": 0.9}),
     }
     result = {
         "hardware": environment.hardware(args.device),

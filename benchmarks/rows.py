@@ -138,6 +138,6 @@ OWN = [
     ],
     [
         Row("torchpisa", "MISA", "defaults", {}, KERNELS),
-        Row("torchpisa", "MISA", "smooth", {"method": "smooth"}, KERNELS),
+        Row("torchpisa", "MISA", "polar", {"method": "polar"}, KERNELS),
     ],
 ]

@@ -82,23 +82,28 @@ class Config:
                 )
 
 
+LOCAL: dict[str, Any] = {
+    **{"at": "local", "method": "smooth", "momentum": None},
+    **{"sigma": 0.005, "rho": 1000.0, "dual_decay": 0.95},
+}
 # How many trials an optimizer had is in the report: one per line here, or as many as the line says.
 PILOT = (
-    *(trial("adamw", lr=lr, warm_up=40) for lr in (6e-4, 1.2e-3, 2.4e-3, 3.6e-3)),
+    *(trial("adamw", lr=lr, warm_up=40) for lr in (1.2e-3, 2.4e-3, 3.6e-3)),
     *(trial("muon", lr=lr) for lr in (0.02, 0.03)),  # with m = 4 the same but for rounding
     *(trial("soap", lr=lr, warm_up=40) for lr in (1e-3, 3e-3)),
     *(trial("sisa", rho=rho) for rho in (500.0, 1000.0)),
-    trial("sisa", 4, rho=1000.0),
     # dual_decay 1 is Algorithm 3, with the momentum and the scaling of the published script; the
     # one after these has Algorithm 3's own.
     *(trial("nsisa", m, dual_decay=decay) for m in (1, 4) for decay in (1.0, 0.25)),
     trial("nsisa", label="nsisa_literal", dual_decay=1.0, nesterov=False, aspect_scaling=False),
     trial("nsisa", dual_decay=0.25, sigma=50.0),
-    trial("nsisa", dual_decay=0.25, rest="sisa"),
-    *(trial("misa", dual_decay=decay) for decay in (0.9, 0.95, 1.0)),
-    trial("misa", dual_decay=0.95, rho=500.0),
-    trial("misa", dual_decay=0.95, average=0.95),
-    trial("misa", 4, dual_decay=0.95),
+    *(trial("misa", rho=rho) for rho in (33.0, 50.0)),  # Muon's 0.03 and 0.02
+    *(trial("misa", rho=33.0, sigma=sigma) for sigma in (0.01, 0.1)),
+    trial("misa", rho=33.0, momentum=0.9),
+    trial("misa", rho=33.0, rest="sisa"),
+    trial("misa", 4, rho=33.0),
+    # Spectral in the local step, with the best settings of the earlier pilot.
+    *(trial("misa", m, label="misa_local", **LOCAL) for m in (1, 4)),
 )
 
 # First guesses, but for SISA's: it is the one that needs care here.

@@ -25,7 +25,7 @@ class Choice:
     Attributes:
         name: of the optimizer, one of `NAMES`.
         options: its arguments. For those of torchpisa `lr` is relative and is not among them.
-        rest: who takes embeddings and vectors where the optimizer is for matrices: `"adamw"`, as in
+        rest: who takes the embedding where the optimizer is for matrices: `"adamw"`, as in
             the published GPT-2 script, or `"sisa"`, the optimizer itself by SISA's rule.
         rest_lr: of AdamW in that case.
         warm_up: steps over which the learning rate rises.
@@ -69,7 +69,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"sigma": 80.0, "rho": 100.0, "momentum": 0.95, "nesterov": True},
         **{"aspect_scaling": True, "dual_decay": 0.25},
     },
-    "misa": {"sigma": 0.005, "rho": 1000.0, "dual_decay": 0.95, "aspect_scaling": True},
+    "misa": {"sigma": 1e-3, "rho": 50.0, "momentum": 0.95, "aspect_scaling": True},
 }
 
 

@@ -83,6 +83,8 @@ def describe(settings: dict[str, Any]) -> str:
             words += [name] if value else []
         elif isinstance(value, int | float) and not (name == "weight_decay" and not value):
             words.append(f"{name} {value:g}")
+        elif isinstance(value, str):
+            words.append(f"{name} {value}")
     if choice["name"] not in ("adamw", "sisa"):
         by = f"AdamW {choice['rest_lr']:g}" if choice["rest"] == "adamw" else "SISA's rule"
         words.append(f"rest by {by}")
