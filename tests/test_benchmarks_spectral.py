@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import torch
 
 from benchmarks import resolvent, spectral
 from benchmarks.spectral import CONTESTANTS, SEEDS, Trial
@@ -13,6 +14,19 @@ from benchmarks.spectral import CONTESTANTS, SEEDS, Trial
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
+@pytest.fixture
+def mnist(monkeypatch):
+    """Noise in the place of MNIST, which is not everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 784, generator=generator), torch.arange(60) % 10
+    own = spectral.load
+    found = {"train": (x, y), "test": (x, y)}
+    monkeypatch.setattr(
+        spectral, "load", lambda data, folder: found if data == "mnist" else own(data, folder)
+    )
+
+
+@pytest.mark.usefixtures("mnist")
 @pytest.mark.parametrize("data", CONTESTANTS)
 def test_training(data):
     for name, who in CONTESTANTS[data].items():
@@ -25,7 +39,7 @@ def test_training(data):
 
 @pytest.mark.parametrize("data", CONTESTANTS)
 def test_results(data):
-    """Of the grids as they are; of sorted digits MISA learns more than SISA, NSISA hardly any."""
+    """Of the grids as they are; of sorted images MISA learns more than SISA, NSISA hardly any."""
     runs = json.loads((RESULTS / f"spectral_{data}.json").read_text())["runs"]
     searched = {(r["name"], r["sigma"], r["rho"]) for r in runs if r["seed"] == 0}
     assert searched == {trial[:3] for trial in spectral.search(data)}
@@ -33,7 +47,7 @@ def test_results(data):
         name: mean(r["loss"][-1] for r in runs if r["name"] == name and r["seed"] in SEEDS)
         for name in CONTESTANTS[data]
     }
-    if data == "sorted":
+    if data != "mixed":
         assert loss["MISA"] < 0.1 * loss["SISA"]
         assert loss["NSISA"] > 1.5
     assert spectral.table(runs, data) in (RESULTS.parent / "spectral.md").read_text()

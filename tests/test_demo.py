@@ -56,19 +56,19 @@ def test_federated_compares_and_draws(tmp_path: Path) -> None:
     done = run(FEDERATED, "--rounds", 4, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = table(done.stdout)
-    names = ["FedAvg", "FedProx", "FedNova", "Scaffold", "SISA"]
-    assert list(rows)[-5:] == names, done.stdout
+    names = ["FedAvg", "FedProx", "FedNova", "Scaffold", "SISA", "MISA"]
+    assert list(rows)[-6:] == names, done.stdout
     for name in names:
         for cell in rows[name][:3]:
             last, best = (float(part) for part in cell.removesuffix(")").split(" ("))
             assert 0 < last <= best <= 100, name
     steps = {name: int(rows[name][3].replace(",", "")) for name in names}
-    assert steps["SISA"] == 4 * 10  # one per client and round
+    assert steps["SISA"] == steps["MISA"] == 4 * 10  # one per client and round
     assert {steps[name] for name in names[:4]} == {steps["FedAvg"]}
     assert steps["FedAvg"] > 10 * steps["SISA"]
     sent = {name: float(rows[name][4]) for name in names}
     assert sent["Scaffold"] == pytest.approx(2 * sent["FedAvg"], abs=1)  # printed as whole numbers
-    assert sent["SISA"] == sent["FedAvg"]
+    assert sent["SISA"] == sent["MISA"] == sent["FedAvg"]
     assert str((tmp_path / "federated.png").resolve()) in done.stdout
     check_picture(tmp_path / "federated.png")
 

@@ -127,7 +127,10 @@ def test_report(done: Results) -> None:
     assert "123.6M parameters after 320 steps of 64 sequences (21.0M tokens" in text
     lines = text.splitlines()
     row = next(line for line in lines if line.startswith("| Muon |"))
-    assert "| 2 | lr 0.02, momentum 0.95, nesterov, adjust_lr_fn original, rest by AdamW 0.0036 |" in row
+    assert (
+        "| 2 | lr 0.02, momentum 0.95, nesterov, adjust_lr_fn original, rest by AdamW 0.0036 |"
+        in row
+    )
     assert "**3.983** | +0.000 | 10.00 (1.00)" in row
     ours = next(line for line in lines if line.startswith("| NSISA, m = 4 |"))
     assert "+0.028" in ours
