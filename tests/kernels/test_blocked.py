@@ -38,6 +38,8 @@ moves = st.builds(
     total_sigma=st.sampled_from([0.7, 20.0]),
     consensus_decay=st.sampled_from([0.0, 0.2]),
     lr=st.sampled_from([1.0, 0.3, 0.0, torch.tensor(0.3)]),
+    proximal=st.none(),
+    rho=st.just(0.0),
 )
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=3), min_size=1, max_size=6)
 dtypes = st.lists(st.sampled_from(list(TOLERANCE)), min_size=6, max_size=6)

@@ -7,6 +7,7 @@ what is right if another rank reached the parameter, and takes that back if none
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,10 @@ class Exchange:
         kept = groups[0]["kept"]
         present: Scalar = groups[0]["present"].bit_count() if kept is None else kept.sum()
         reached = [float(id(member.origin) not in self._unreached) for member in everyone]
-        own_totals = [value for group in groups for value in rounds.totals(group)]
+        # Of rho, only where the consensus has a proximal term.
+        counts = [1 if each.proximal is None else 2 for each in preconditioners]
+        numbered = zip(groups, counts, strict=True)
+        own_totals = [value for group, n in numbered for value in rounds.totals(group)[:n]]
         total = self.ranks.tally([*own_totals, present, float(problem), *reached], device)
         self.ranks.receive()
 
@@ -118,10 +122,11 @@ class Exchange:
             for key in left & self._doubts.keys():
                 _restore(self._doubts[key])
             members = [[m for m in own if id(m.origin) not in left] for own in members]
+        totals = iter(sums)
         for number, (group, own) in enumerate(zip(groups, members, strict=True)):
+            summed = Totals(*islice(totals, counts[number]))
             if not told or moves:
-                totals = Totals(*sums[2 * number : 2 * number + 2])
-                rounds.consensus(group, number, own, preconditioners[number], totals, keep, plans)
+                rounds.consensus(group, number, own, preconditioners[number], summed, keep, plans)
         for group in groups:
             rounds.finish(group, everyone)
         self.forget()

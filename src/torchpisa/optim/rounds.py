@@ -43,7 +43,7 @@ class Totals(NamedTuple):
     """S, the weighted sum of all sigmas of the round, and likewise of rho."""
 
     sigma: Scalar
-    rho: Scalar
+    rho: Scalar = 0.0
 
 
 def alone(group: Group) -> bool:
