@@ -196,6 +196,11 @@ def main() -> None:
     if args.show:
         print(table(json.loads(args.show.read_text())["runs"], args.data))
         return
+    if args.data == "mnist":
+        try:
+            datasets.locate("mnist", args.folder)
+        except FileNotFoundError as missing:
+            parser.error(str(missing))
     work = partial(train, data=args.data, folder=args.folder)
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         runs = list(pool.map(work, search(args.data)))

@@ -145,6 +145,7 @@ BAD_OWN = {
         BadInput({"average": True}, r"average must be in \[0, 1\), got True"),
         BadInput({"average": 0.9}, r"average must be 0 at the consensus.* got 0\.9"),
         BadInput({"at": "server"}, r"at must be one of 'consensus', 'local', got 'server'"),
+        BadInput({"method": ""}, r"method must be one of 'auto', .*, got ''"),
         BadInput({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1\.0"),
         BadInput({"momentum": 0.9, "at": "local"}, r"momentum must be None with at='local', got"),
         BadInput({"aspect_scaling": "x"}, r"aspect_scaling must be one of True, False, got 'x'"),

@@ -139,3 +139,15 @@ def test_theory_is_about_the_papers_consensus():
 def test_keeps_no_average():
     with pytest.raises(ValueError, match=r"average must be 0 at the consensus.* got 0\.5"):
         SpectralConsensus(spectral=Spectral(average=0.5))
+
+
+def test_spectral_of_another_kind():
+    with pytest.raises(TypeError, match="spectral must be a Spectral, got 'svd'"):
+        SpectralConsensus(spectral="svd")
+
+
+def test_groups_are_checked_too():
+    opt = MISA([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ValueError, match="at must be one of 'consensus', 'local', got 'server'"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "at": "server"})
+    assert len(opt.param_groups) == 1

@@ -102,7 +102,6 @@ class MISA(MatrixOptimizer):
         eps: float = 0.0,
         **common: "Unpack[Common]",
     ) -> None:
-        check_choice("at", at, ("consensus", "local"))
         local = at == "local"
         sigma, rho = fill_in(
             *(sigma, rho, common),
@@ -132,13 +131,17 @@ class MISA(MatrixOptimizer):
         )
 
     def _matrix_preconditioner(self, group: Group) -> Preconditioner:
+        check_choice("at", group["at"], ("consensus", "local"))
         local = group["at"] == "local"
         rough = not local and group["eta"] == math.inf and not group["average"]
+        method = group["method"]
+        if method is None:
+            method = "smooth" if rough else "auto"
         spectral = Spectral(
             group["eta"],
             group["average"],
             group["aspect_scaling"],
-            group["method"] or ("smooth" if rough else "auto"),
+            method,
             group["ns_steps"],
             self._ns_dtype(group),
         )

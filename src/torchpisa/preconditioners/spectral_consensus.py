@@ -34,6 +34,8 @@ class SpectralConsensus(Preconditioner):
 
     def __post_init__(self) -> None:
         check_range("momentum", self.momentum, 0, 1, high_open=True)
+        if not isinstance(self.spectral, Spectral):
+            raise TypeError(f"spectral must be a Spectral, got {self.spectral!r}")
         if self.spectral.average:
             kept = self.spectral.average
             raise ValueError(

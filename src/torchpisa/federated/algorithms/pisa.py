@@ -87,8 +87,10 @@ class Penalised(Algorithm):
         numbers = server.numbers["sigma"], self.consensus_decay
         for name, w in server.weights.items():
             dual, delta = server.memory["dual"][name], total.tensors["delta"][name]
-            weights[name], duals[name] = pisa.consensus_of_deltas(w, dual, delta, *numbers)
-            if proximal is not None:
+            if proximal is None:
+                weights[name], duals[name] = pisa.consensus_of_deltas(w, dual, delta, *numbers)
+            else:
+                duals[name] = dual + delta
                 weights[name] = proximal.consensus(w, duals[name] + delta, self.rho, *numbers)
         memory = {"dual": duals}
         return replace(server, weights=weights, memory=memory, iteration=server.iteration + 1)
