@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.kernels.test_foreach import SHAPES, TOLERANCE, nsisa, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
-from torchpisa import NSISA, PISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.kernels import fused, table
 from torchpisa.kernels.optional import without_triton
 from torchpisa.preconditioners import Hessian
@@ -306,5 +306,18 @@ def test_a_pending_sum_that_moved_is_found(make):
                 old.append(opt.state[p]["pending"])
                 opt.state[p]["pending"] = old[-1].clone()
                 old[-1].fill_(math.nan)
+        results.append(flat(params))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_consensus_with_a_proximal_term_is_left_to_others():
+    """The fused one would move the weights without it, and nothing would say so."""
+    results = []
+    for own in ({}, {"foreach": False}):
+        params = parameters([(40, 30), (7,)])
+        opt = MISA(params, batches=2, method="auto", **own)
+        for k in range(6):
+            give_gradients(params, k)
+            opt.step()
         results.append(flat(params))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
