@@ -1,9 +1,9 @@
-"""GPT-2 as it is trained today, in the sizes of the recipe.
+"""GPT-2 as its speed runs have it, in the sizes of the recipe.
 
-Pre-norm blocks with GELU, an embedding that is the output layer too, no dropout; rotary positions
-(Su et al., 2021), RMSNorm without weights and no biases, so that all parameters are matrices, the
-blocks' and the embedding. Parameters have the names that transformers gives GPT-2's and lie as
-`nn.Linear` has them, (out, in); query, key and value are one matrix, for every optimizer.
+Pre-norm blocks, an embedding that is the output layer too, no dropout. What is not GPT-2's: rotary
+positions (Su et al., 2021), RMSNorm without weights, for queries and keys too, the square of ReLU
+(So et al., 2021), no biases, so that all parameters are matrices, and projections that begin at
+zero. Query, key and value are matrices of their own, since optimizers of matrices see each alone.
 """
 
 import math
@@ -87,12 +87,18 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.heads = sizes.heads
-        self.c_attn = nn.Linear(sizes.width, 3 * sizes.width, bias=False)
+        self.c_q = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.c_k = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.c_v = nn.Linear(sizes.width, sizes.width, bias=False)
         self.c_proj = nn.Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        q, k, v = self.c_attn(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        q, k, v = (
+            layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.c_q, self.c_k, self.c_v)
+        )
+        q, k = rotary(norm(q)), rotary(norm(k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -109,11 +115,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         x = x + self.attn(norm(x), rotary)
-        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](norm(x)), approximate="tanh"))
+        return x + self.mlp["c_proj"](F.relu(self.mlp["c_fc"](norm(x))).square())
 
 
 class GPT2(nn.Module):
-    """The model; initialised as GPT-2 is, from torch's generator.
+    """The model; its first weights are drawn from torch's generator.
 
     Args:
         sizes: see `Sizes`.
@@ -126,9 +132,10 @@ class GPT2(nn.Module):
         self.rotary = Rotary(sizes.context, sizes.width // sizes.heads)
         self.h = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
         for name, param in self.named_parameters():
-            # Two per block are added up in the residual stream, which keeps its size this way.
-            added = name.endswith("c_proj.weight")
-            nn.init.normal_(param, std=0.02 / math.sqrt(2 * sizes.layers) if added else 0.02)
+            if name.endswith("c_proj.weight"):  # every block begins as the identity
+                nn.init.zeros_(param)
+            else:
+                nn.init.normal_(param, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """The logits, or with targets the mean cross-entropy in nats.

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from benchmarks.shapes import gpt2
-from recipes.language.model import SIZES, Rotary, Sizes, build
+from recipes.language.model import GPT2, SIZES, Rotary, Sizes, build
 
 
 def test_gpt2_has_124_million_parameters() -> None:
@@ -16,10 +17,14 @@ def test_gpt2_has_124_million_parameters() -> None:
     assert sizes.rows == 50304
     count = sum(param.numel() for param in model.parameters())
     assert count == sizes.parameters == 123_568_128
-    # GPT-2's without positions and vectors, and with rows that are not used.
+    # GPT-2's without positions and vectors, with rows that are not used, and its query, key and
+    # value apart.
     published = {shape.name: shape.size for shape in gpt2(768, 12) if len(shape.size) == 2}
     published["wte.weight"] = (50304, 768)
     del published["wpe.weight"]
+    for layer in range(12):
+        del published[f"h.{layer}.attn.c_attn.weight"]
+        published |= {f"h.{layer}.attn.{name}.weight": (768, 768) for name in ("c_q", "c_k", "c_v")}
     assert {name: tuple(param.shape) for name, param in model.named_parameters()} == published
 
 
@@ -43,9 +48,10 @@ def test_first_loss_is_that_of_a_guess() -> None:
 def test_initialisation() -> None:
     sizes = SIZES["tiny"]
     params = {name: param.detach() for name, param in build(sizes, 1).named_parameters()}
-    assert params["h.0.attn.c_attn.weight"].std() == pytest.approx(0.02, rel=0.1)
+    for name in ("wte.weight", "h.0.attn.c_q.weight", "h.1.mlp.c_fc.weight"):
+        assert params[name].std() == pytest.approx(0.02, rel=0.1)
     for name in ("h.1.attn.c_proj.weight", "h.0.mlp.c_proj.weight"):
-        assert params[name].std() == pytest.approx(0.02 / 2, rel=0.1)  # sqrt(2 x 2 layers) = 2
+        assert not params[name].any()
     assert all(param.dim() == 2 for param in params.values())
 
 
@@ -57,8 +63,18 @@ def test_seed_decides_the_weights_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_no_token_sees_later_ones() -> None:
+def trained() -> GPT2:
+    """A model whose blocks do something: at first they are the identity."""
     model = build(SIZES["tiny"], 0)
+    torch.manual_seed(0)
+    for block in model.h:
+        for layer in (block.attn.c_proj, block.mlp["c_proj"]):
+            nn.init.normal_(layer.weight, std=0.1)
+    return model
+
+
+def test_no_token_sees_later_ones() -> None:
+    model = trained()
     tokens = torch.randint(256, (1, 20))
     changed = tokens.clone()
     changed[0, 12:] = (changed[0, 12:] + 1) % 256
@@ -84,7 +100,32 @@ def test_rotation_tells_distances_only() -> None:
 
 
 def test_order_of_earlier_tokens_matters() -> None:
-    model = build(SIZES["tiny"], 0)
+    model = trained()
     tokens = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(1))
     swapped = tokens[:, [1, 0, *range(2, 20)]]
     assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1], atol=1e-5)
+
+
+def test_a_block_by_hand() -> None:
+    """Norm of queries and keys, each head alone, then the square of ReLU."""
+    model, sizes = trained().double(), SIZES["tiny"]
+    block, length, width = model.h[0], 7, 16  # of a head
+    x = torch.randn(1, length, sizes.width, dtype=torch.float64)
+
+    def scaled(y: Tensor) -> Tensor:
+        return y / (y.square().mean(-1, keepdim=True) + torch.finfo(y.dtype).eps).sqrt()
+
+    seen = scaled(x)[0]
+    heads = []
+    for head in range(sizes.heads):
+        rows = slice(head * width, (head + 1) * width)
+        q, k, v = (
+            seen @ getattr(block.attn, name).weight[rows].T for name in ("c_q", "c_k", "c_v")
+        )
+        scores = model.rotary(scaled(q)) @ model.rotary(scaled(k)).T / math.sqrt(width)
+        later = torch.ones(length, length).triu(1).bool()
+        heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ v)
+    middle = x[0] + torch.cat(heads, -1) @ block.attn.c_proj.weight.T
+    inner = (scaled(middle) @ block.mlp["c_fc"].weight.T).clamp(min=0) ** 2
+    expected = middle + inner @ block.mlp["c_proj"].weight.T
+    assert torch.allclose(block(x, model.rotary)[0], expected, rtol=1e-10, atol=1e-12)

@@ -107,8 +107,12 @@ def test_weights_move_once_in_a_round_of_four() -> None:
             same = [torch.equal(*pair) for pair in zip(net.parameters(), start, strict=True)]
             assert all(same)
             team.step()
-        moved = [not torch.equal(*pair) for pair in zip(net.parameters(), start, strict=True)]
-        assert sum(moved) > len(moved) / 2
+        pairs = zip(net.named_parameters(), start, strict=True)
+        # NSISA adds and takes away sigma w: a rounding error is no move.
+        moved = {name for (name, param), old in pairs if (param - old).abs().max() > 1e-7}
+        # The others have no gradient yet: the projections begin at zero.
+        first = {name for name, _ in net.named_parameters() if "proj" in name or "wte" in name}
+        assert moved == first
         for optimizer in team.consensus:
             assert (optimizer.iteration, optimizer.synced) == (1, True)
 
