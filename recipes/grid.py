@@ -1,20 +1,45 @@
-"""Grids of settings to try, as the commands that tune take them."""
+"""Grids of settings to try, as the commands that tune take them, and how settings are written."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-__all__ = ["parse_grid"]
+__all__ = ["Value", "label", "parse_grid", "short"]
+
+Value = float | str
+"""Of a setting: a number, or the name of a choice."""
 
 
-def parse_grid(words: Sequence[str]) -> dict[str, tuple[float, ...]]:
+def parse_grid(words: Sequence[str]) -> dict[str, tuple[Value, ...]]:
     """`name=1,2,3`, several times."""
     grid = {}
     for word in words:
         name, _, values = word.partition("=")
         try:
-            grid[name] = tuple(float(value) for value in values.split(","))
+            grid[name] = tuple(parse(value) for value in values.split(","))
         except ValueError:
             raise argparse.ArgumentTypeError(
                 f"--grid must look like sigma=1,2,5, got {word!r}"
             ) from None
     return grid
+
+
+def parse(word: str) -> Value:
+    try:
+        return float(word)
+    except ValueError:
+        if word.isidentifier():
+            return word
+        raise
+
+
+def short(value: object) -> str:
+    """As tables have it."""
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def label(settings: Mapping[str, object]) -> str:
+    """As names of runs have them."""
+    return "_".join(
+        f"{name}{'_' if isinstance(value, str) else ''}{short(value)}"
+        for name, value in settings.items()
+    )

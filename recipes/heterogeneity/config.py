@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.grid import Value
 from recipes.heterogeneity.paper import BASELINES, TABLE
 
 __all__ = ["ALGORITHMS", "CHOICES", "CLIENTS", "DATASETS", "PRESETS"]
@@ -43,7 +44,7 @@ class Choice:
         rounds: None for the preset's.
     """
 
-    options: Mapping[str, float]
+    options: Mapping[str, Value]
     epochs: float = 0
     batch_size: int = 64
     rounds: int | None = None
@@ -150,7 +151,7 @@ class Settings:
     labels: int
     clients: int
     algorithm: str
-    options: Mapping[str, float]
+    options: Mapping[str, Value]
     epochs: float
     batch_size: int
     rounds: int

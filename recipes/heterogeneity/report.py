@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from recipes.grid import short
 from recipes.heterogeneity.cells import Cell, Summary, cells
 from recipes.heterogeneity.check import check
 from recipes.heterogeneity.config import ALGORITHMS, DATASETS
@@ -90,7 +91,7 @@ def costs(found: Found) -> str:
 
 
 def describe(settings: dict[str, Any]) -> str:
-    options = ", ".join(f"{name} {value:g}" for name, value in settings["options"].items())
+    options = ", ".join(f"{name} {short(value)}" for name, value in settings["options"].items())
     epochs, size = settings["epochs"], settings["batch_size"]
     if not epochs:
         return f"{options}; one gradient of all local data"

@@ -17,14 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.grid import parse_grid
+from recipes import grid as grids
+from recipes.grid import Value, parse_grid
 from recipes.heterogeneity.config import ALGORITHMS, CHOICES, Choice, Config, Settings, settings
 from recipes.heterogeneity.run import condense, ready, run
 from recipes.work import Runs
 
 __all__ = ["GRIDS", "main", "trials"]
 
-Grid = Mapping[str, Sequence[float]]
+Grid = Mapping[str, Sequence[Value]]
 
 _LR = (0.01, 0.03, 0.1, 0.3, 1.0)
 # More with --grid; the file says how many there were.
@@ -60,14 +61,17 @@ def trials(
 
 
 def label(trial: Choice) -> str:
-    parts = {**trial.options, "epochs": trial.epochs, "batch": trial.batch_size}
-    return "_".join(f"{name}{value:g}" for name, value in parts.items())
+    return grids.label({**trial.options, "epochs": trial.epochs, "batch": trial.batch_size})
 
 
 def choose(trials: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
-    """The settings with the best accuracy, on average over the seeds."""
+    """The settings with the best accuracy, on average over the seeds.
+
+    Trials on part of the data count only where there are none on all of it.
+    """
+    whole = [trial for trial in trials if not trial["settings"]["samples"]]
     groups: dict[str, list[dict[str, Any]]] = {}
-    for trial in trials:
+    for trial in whole or trials:
         what = {name: trial[name] for name in ("options", *WORK)}
         groups.setdefault(json.dumps(what), []).append(trial)
     means = {key: statistics.fmean(t[by] for t in group) for key, group in groups.items()}

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes import grid
 from recipes.language.optimizers import Choice, choose
 
 __all__ = ["PRESETS", "Config", "Settings", "Trial", "label", "plan"]
@@ -34,12 +35,8 @@ def trial(name: str, batches: int = 1, label: str = "", tried: int = 1, **settin
 
 
 def name_of(name: str, settings: Mapping[str, Any]) -> str:
-    shown = (
-        f"{key}{value:g}" if isinstance(value, int | float) else f"{key}_{value}"
-        for key, value in settings.items()
-        if key != "warm_up"
-    )
-    return "_".join([name, *shown])
+    shown = grid.label({key: value for key, value in settings.items() if key != "warm_up"})
+    return f"{name}_{shown}" if shown else name
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ LOCAL: dict[str, Any] = {
 # How many trials an optimizer had is in the report: one per line here, or as many as the line says.
 PILOT = (
     *(trial("adamw", lr=lr, warm_up=40) for lr in (1.2e-3, 2.4e-3, 3.6e-3)),
-    *(trial("muon", lr=lr) for lr in (0.02, 0.03)),  # with m = 4 the same but for rounding
+    *(trial("muon", lr=lr) for lr in (0.014, 0.02, 0.03)),  # m = 4 is the same but for rounding
     *(trial("soap", lr=lr, warm_up=40) for lr in (1e-3, 3e-3)),
     *(trial("sisa", rho=rho) for rho in (500.0, 1000.0)),
     # dual_decay 1 is Algorithm 3, with the momentum and the scaling of the published script; the
@@ -98,10 +95,12 @@ PILOT = (
     trial("nsisa", label="nsisa_literal", dual_decay=1.0, nesterov=False, aspect_scaling=False),
     trial("nsisa", dual_decay=0.25, sigma=50.0),
     *(trial("misa", rho=rho) for rho in (33.0, 50.0)),  # Muon's 0.03 and 0.02
-    *(trial("misa", rho=33.0, sigma=sigma) for sigma in (0.01, 0.1)),
-    trial("misa", rho=33.0, momentum=0.9),
-    trial("misa", rho=33.0, rest="sisa"),
-    trial("misa", 4, rho=33.0),
+    # At sigma 1e-3, the default here, what has small gradients is not orthogonalised.
+    *(trial("misa", rho=rho, sigma=1e-6) for rho in (50.0, 70.0)),
+    *(trial("misa", rho=50.0, sigma=sigma) for sigma in (1e-5, 1e-4)),
+    trial("misa", rho=50.0, sigma=1e-6, momentum=0.9),
+    trial("misa", rho=50.0, sigma=1e-6, rest="sisa"),
+    trial("misa", 4, rho=50.0, sigma=1e-6),
     # Spectral in the local step, with the best settings of the earlier pilot.
     *(trial("misa", m, label="misa_local", **LOCAL) for m in (1, 4)),
 )

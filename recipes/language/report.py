@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from recipes.grid import short
 from recipes.language.check import check, halves, said
 from recipes.language.results import best, by_optimizer, muon, title
 from recipes.recipe import Results, table
@@ -81,10 +82,8 @@ def describe(settings: dict[str, Any]) -> str:
     for name, value in choice["options"].items():
         if isinstance(value, bool):
             words += [name] if value else []
-        elif isinstance(value, int | float) and not (name == "weight_decay" and not value):
-            words.append(f"{name} {value:g}")
-        elif isinstance(value, str):
-            words.append(f"{name} {value}")
+        elif isinstance(value, int | float | str) and not (name == "weight_decay" and not value):
+            words.append(f"{name} {short(value)}")
     if choice["name"] not in ("adamw", "sisa"):
         by = f"AdamW {choice['rest_lr']:g}" if choice["rest"] == "adamw" else "SISA's rule"
         words.append(f"rest by {by}")

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.grid import parse_grid
+from recipes.grid import Value, label, parse_grid
 from recipes.language.config import PRESETS, Config, Settings, Trial, plan
 from recipes.language.optimizers import NAMES, Choice, choose
 from recipes.language.results import best, condense
@@ -29,13 +29,13 @@ FIELDS = ("warm_up", "warm_down", "rest_lr")  # of a `Choice`; the rest are opti
 
 
 def trials(
-    base: Choice, grid: Mapping[str, Sequence[float]], config: Config, batches: int = 1
+    base: Choice, grid: Mapping[str, Sequence[Value]], config: Config, batches: int = 1
 ) -> dict[str, Settings]:
     """All combinations of a grid, by name."""
     made = []
     for values in itertools.product(*grid.values()):
         point: dict[str, Any] = dict(zip(grid, values, strict=True))
-        name = "_".join([base.name, *(f"{key}{value:g}" for key, value in point.items())])
+        name = f"{base.name}_{label(point)}"
         name += f"_rest_{base.rest}" if base.rest != "adamw" else ""
         name += f"_steps{config.steps}"
         own: dict[str, Any] = {key: point.pop(key) for key in FIELDS if key in point}

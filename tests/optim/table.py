@@ -53,7 +53,7 @@ ENTRIES = [
         NSISA,
         {"batches": 2, "nesterov": True, "aspect_scaling": True, "ns_dtype": None},
     ),
-    Entry("misa", MISA, {"sigma": 1.0, "rho": 10.0}),
+    Entry("misa", MISA, {"sigma": 1.0, "rho": 10.0, "ns_dtype": None}),
     Entry(
         "misa-m2",
         MISA,

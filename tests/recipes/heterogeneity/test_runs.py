@@ -10,6 +10,7 @@ import torch
 
 from recipes import __main__ as command
 from recipes import datasets
+from recipes.grid import parse_grid
 from recipes.heterogeneity import RECIPE, config, tune
 from recipes.heterogeneity.config import (
     ALGORITHMS,
@@ -209,6 +210,16 @@ def test_sisa_learns_from_clients_with_one_label() -> None:
 # Tuning
 
 
+def test_grid_of_words() -> None:
+    grid = parse_grid(["sigma=2", "scheme=adam,adagrad"])
+    assert grid == {"sigma": (2.0,), "scheme": ("adam", "adagrad")}
+    made = tune.trials("mnist", 1, "sisa", grid, Config((), 9))
+    assert [trial.options["scheme"] for trial in made.values() if trial.seed == 0] == [
+        *("adam", "adagrad")
+    ]
+    assert sum("scheme_adagrad" in name for name in made) == 3  # seeds
+
+
 def test_grid_makes_trials() -> None:
     shared = Config((), rounds=20, every=5, seeds=2)
     grid = {"lr": (0.1, 0.2), "epochs": (1.0, 3.0)}
@@ -279,14 +290,16 @@ def test_several_are_tuned_at_once(tmp_path: Path) -> None:
 
 
 def test_choice_is_by_the_mean_over_seeds() -> None:
-    def trial(sigma: float, best: float, last: float) -> dict[str, object]:
-        work = {"epochs": 0, "batch_size": 64, "rounds": 9}
+    def trial(sigma: float, best: float, last: float, samples: int = 50) -> dict[str, object]:
+        work = {"epochs": 0, "batch_size": 64, "rounds": 9, "settings": {"samples": samples}}
         return {"options": {"sigma": sigma}, **work, "best": best, "last": last}
 
     done = [trial(1, 99, 10), trial(1, 50, 10), trial(2, 80, 70), trial(2, 80, 5)]
     assert tune.choose(done, "best")["options"] == {"sigma": 2}
     assert tune.choose(done, "best")["accuracy"] == 80
     assert tune.choose(done, "last")["accuracy"] == 37.5
+    # Trials on all data come before those on some.
+    assert tune.choose([*done, trial(3, 30, 20, samples=0)], "best")["options"] == {"sigma": 3}
 
 
 def test_bad_grid_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
