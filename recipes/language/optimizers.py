@@ -73,10 +73,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def choose(name: str, *, rest: str = "adamw", warm_up: int = 0, **options: Any) -> Choice:
+def choose(
+    name: str,
+    *,
+    rest: str = "adamw",
+    warm_up: int = 0,
+    warm_down: float = WARM_DOWN,
+    **options: Any,
+) -> Choice:
     """The defaults of an optimizer with other options in their place."""
     check_name(name)
-    return Choice(name, {**DEFAULTS[name], **options}, rest=rest, warm_up=warm_up)
+    schedule = {"warm_up": warm_up, "warm_down": warm_down}
+    return Choice(name, {**DEFAULTS[name], **options}, rest=rest, **schedule)
 
 
 def check_name(name: str) -> None:

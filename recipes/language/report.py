@@ -4,6 +4,7 @@ from typing import Any
 
 from recipes.grid import short
 from recipes.language.check import check, halves, said
+from recipes.language.optimizers import WARM_DOWN
 from recipes.language.results import best, by_optimizer, muon, title
 from recipes.recipe import Results, table
 
@@ -89,6 +90,8 @@ def describe(settings: dict[str, Any]) -> str:
         words.append(f"rest by {by}")
     if choice["warm_up"]:
         words.append(f"warm-up {choice['warm_up']}")
+    if choice["warm_down"] != WARM_DOWN:
+        words.append(f"warm-down {choice['warm_down']:g}")
     return ", ".join(words)
 
 

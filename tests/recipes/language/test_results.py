@@ -127,8 +127,9 @@ def test_report(done: Results) -> None:
     assert "123.6M parameters after 320 steps of 64 sequences (21.0M tokens" in text
     lines = text.splitlines()
     row = next(line for line in lines if line.startswith("| Muon |"))
+    tried = sum(each.choice.name == "muon" for each in CONFIG.trials)
     assert (
-        "| 3 | lr 0.02, momentum 0.95, nesterov, adjust_lr_fn original, rest by AdamW 0.0036 |"
+        f"| {tried} | lr 0.02, momentum 0.95, nesterov, adjust_lr_fn original, rest by AdamW 0.0036 |"
         in row
     )
     assert "**3.983** | +0.000 | 10.00 (1.00)" in row
