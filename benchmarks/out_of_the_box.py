@@ -1,10 +1,10 @@
-"""SISA and NSISA with their defaults beside AdamW with its best learning rate, on three tasks.
+"""SISA, NSISA and MISA with their defaults beside AdamW at its best rate, on three tasks.
 
     python -m benchmarks.out_of_the_box --data DIR --out docs/results/out_of_the_box.json
     python -m benchmarks.out_of_the_box --show docs/results/out_of_the_box.json
 
 The first trains, the second prints the table and draws the curves of saved runs beside them.
-`--sweep` trains a grid of sigma, rho and beta instead, from which the defaults were chosen. DIR
+`--sweep` trains grids of sigma, rho and beta instead, from which the defaults were chosen. DIR
 holds the folders `mnist` and `ptb` with the original gz files; digits need scikit-learn only.
 """
 
@@ -14,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,10 +39,10 @@ def make(name: str, model: torch.nn.Module, settings: dict[str, Any]) -> torch.o
     """An optimizer by name."""
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), weight_decay=0.0, **settings)
-    if name == "nsisa":
-        groups = torchpisa.optim.param_groups.split(model)
-        return torchpisa.NSISA(groups, **settings)
-    return torchpisa.SISA(model.parameters(), **settings)
+    if name == "sisa":
+        return torchpisa.SISA(model.parameters(), **settings)
+    cls = {"nsisa": torchpisa.NSISA, "misa": torchpisa.MISA}[name]
+    return cls(torchpisa.optim.param_groups.split(model), **settings)
 
 
 def fit(
@@ -107,15 +107,24 @@ def train(
     return {"optimizer": optimizer, "settings": settings, **result}
 
 
-def plan(sweep: bool, tasks: list[str], seeds: int) -> list[tuple[Any, ...]]:
+OURS = ("sisa", "nsisa", "misa")
+
+
+def plan(
+    sweep: bool, tasks: list[str], seeds: int, optimizers: Sequence[str] = ("adamw", *OURS)
+) -> list[tuple[Any, ...]]:
     """The runs: (task, optimizer, settings, seed)."""
-    if not sweep:
-        choices = [("adamw", s) for s in ADAMW] + [("sisa", {}), ("nsisa", {})]
-        return [(t, o, s, k) for t in tasks for o, s in choices for k in range(seeds)]
-    grid = itertools.product((0.25, 0.5, 1.0), (3e2, 1e3, 3e3), (0.99, 0.999))
-    choices = [("sisa", {"sigma": s, "rho": r, "beta": b}) for s, r, b in grid]
-    choices += [("nsisa", {"sigma": s}) for s in (20.0, 40.0, 80.0, 160.0)]
-    return [(t, o, s, k) for t in tasks for o, s in choices for k in range(seeds)]
+    choices: list[tuple[str, dict[str, float]]]
+    if sweep:
+        grid = itertools.product((0.25, 0.5, 1.0), (3e2, 1e3, 3e3), (0.99, 0.999))
+        choices = [("sisa", {"sigma": s, "rho": r, "beta": b}) for s, r, b in grid]
+        choices += [("nsisa", {"sigma": s}) for s in (20.0, 40.0, 80.0, 160.0)]
+        pairs = itertools.product((1e-4, 1e-3, 1e-2, 1e-1), (30.0, 100.0))
+        choices += [("misa", {"sigma": s, "rho": r}) for s, r in pairs]
+    else:
+        choices = [("adamw", s) for s in ADAMW] + [(name, {}) for name in OURS]
+    kept = [(name, settings) for name, settings in choices if name in optimizers]
+    return [(t, o, s, k) for t in tasks for o, s in kept for k in range(seeds)]
 
 
 def by_setting(runs: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
@@ -145,10 +154,10 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Validation curves: the defaults of SISA and NSISA, and AdamW at each learning rate."""
+    """Validation curves: ours with their defaults, and AdamW at each learning rate."""
     from matplotlib.figure import Figure
 
-    colours = {"sisa": "#0072B2", "nsisa": "#D55E00"}
+    colours = {"sisa": "#0072B2", "nsisa": "#D55E00", "misa": "#009E73"}
     greys = {f"lr {s['lr']:g}": str(0.75 - 0.25 * i) for i, s in enumerate(ADAMW)}
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     names = list(dict.fromkeys(run["task"] for run in runs))
@@ -186,6 +195,8 @@ def main() -> None:
     parser.add_argument(
         "--tasks", nargs="+", default=["mlp", "cnn", "transformer"], choices=list(TASKS)
     )
+    names = ["adamw", *OURS]
+    parser.add_argument("--optimizers", nargs="+", default=names, choices=names)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
@@ -209,7 +220,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     runs = []
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        jobs = plan(args.sweep, args.tasks, args.seeds)
+        jobs = plan(args.sweep, args.tasks, args.seeds, args.optimizers)
         futures = [pool.submit(train, *job, args.data, args.device) for job in jobs]
         for future in as_completed(futures):
             runs.append(future.result())

@@ -54,10 +54,10 @@ class MISA(MatrixOptimizer):
         params: parameters or parameter groups; groups may override everything but `batches`,
             `weights`, `clip` and `nonfinite`.
         sigma: \(\sigma_i^0 > 0\) for matrices: 1/sigma is the step that a constant gradient ends up
-            with where singular values are small. One number, or one per batch. By default 0.1; in
-            the local step 0.5, or 1 with several batches.
+            with where singular values are small. One number, or one per batch. By default 1e-4, or
+            0.1 with several batches; in the local step 0.5, or 1.
         rho: \(\rho \ge 0\) for matrices: a step moves a matrix by at most 1/rho in spectral norm.
-            One number, or one per batch, of which the mean counts. By default 30, or 10 with
+            One number, or one per batch, of which the mean counts. By default 100, or 10 with
             several batches; in the local step, where it is 2/rho, 10 or 1.
         at: what is preconditioned, `"consensus"` or, as in the paper, the `"local"` step.
         momentum: \(\mu\), how much of the average of gradients is kept from round to round; 0.95
@@ -105,7 +105,7 @@ class MISA(MatrixOptimizer):
         local = at == "local"
         sigma, rho = fill_in(
             *(sigma, rho, common),
-            single=(0.5, 10.0) if local else (0.1, 30.0),
+            single=(0.5, 10.0) if local else (1e-4, 100.0),
             several=(1.0, 1.0) if local else (0.1, 10.0),
         )
         super().__init__(
