@@ -20,7 +20,7 @@ from typing import Any
 from recipes import grid as grids
 from recipes.grid import Value, parse_grid
 from recipes.heterogeneity.config import ALGORITHMS, CHOICES, Choice, Config, Settings, settings
-from recipes.heterogeneity.run import condense, ready, run
+from recipes.heterogeneity.run import algorithm, condense, ready, run
 from recipes.work import Runs
 
 __all__ = ["GRIDS", "main", "trials"]
@@ -105,11 +105,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     config = Config((), args.rounds, args.every, args.seeds, args.seed)
-    plans = {
-        cell: trials(*cell, grid or GRIDS[cell[2]], config, args.samples)
-        for cell in itertools.product(args.dataset, args.labels, args.algorithm)
-    }
-    plan = {name: made for own in plans.values() for name, made in own.items()}
+    try:
+        plans = {
+            cell: trials(*cell, grid or GRIDS[cell[2]], config, args.samples)
+            for cell in itertools.product(args.dataset, args.labels, args.algorithm)
+        }
+        plan = {name: made for own in plans.values() for name, made in own.items()}
+        for made in plan.values():
+            algorithm(made)  # a wrong setting is found before anything runs
+    except (TypeError, ValueError) as error:
+        parser.error(f"--grid: {error}")
     runs = Runs(run, config, plan, args.out / "logs", options, {}, args.jobs)
     try:
         ready(list(plan.values()), **options)

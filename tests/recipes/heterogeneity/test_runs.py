@@ -305,3 +305,11 @@ def test_bad_grid_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tune.main(["--dataset", "digits", "--algorithm", "sisa", "--grid", "sigma"])
     assert "--grid must look like sigma=1,2,5, got 'sigma'" in capsys.readouterr().err
+    for word, message in {
+        "scheme=foo": "--grid: scheme must be one of 'adagrad', 'rmsprop', 'adam', got 'foo'",
+        "sigma=1,abc": "--grid: sigma must be a finite number > 0, got 'abc'",
+        "slope=1": "--grid: SISA.__init__() got an unexpected keyword argument 'slope'",
+    }.items():
+        with pytest.raises(SystemExit):
+            tune.main(["--dataset", "digits", "--algorithm", "sisa", "--grid", word])
+        assert message in capsys.readouterr().err
