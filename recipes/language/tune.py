@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from recipes.grid import Value, label, parse_grid
+from recipes.language import model, optimizers
 from recipes.language.config import PRESETS, Config, Settings, Trial, plan
 from recipes.language.optimizers import NAMES, Choice, choose
 from recipes.language.results import best, condense
-from recipes.language.run import lacks, ready, run
+from recipes.language.run import ready, run
 from recipes.work import Runs
 
 __all__ = ["main", "trials"]
@@ -75,10 +76,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.steps is not None:
         config = dataclasses.replace(config, steps=args.steps)
     base = choose(args.optimizer, rest=args.rest)
-    settings = trials(base, grid, config, args.batches)
-    reason = lacks(next(iter(settings.values())))
+    reason = optimizers.lacks(base)
     if reason is not None:
         parser.error(reason)
+    try:
+        settings = trials(base, grid, config, args.batches)
+        for each in settings.values():  # a wrong setting is found before anything runs
+            optimizers.build(each.choice, model.build(model.SIZES["tiny"], 0), each.batches)
+    except (TypeError, ValueError) as error:
+        parser.error(f"--grid: {error}")
     runs = Runs(run, config, settings, args.out / "logs", options, {}, args.jobs)
     try:
         ready(list(settings.values()), **options)

@@ -151,3 +151,17 @@ def test_groups_are_checked_too():
     with pytest.raises(ValueError, match="at must be one of 'consensus', 'local', got 'server'"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "at": "server"})
     assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (1e-4, 100.0)),
+        ({"batches": 2}, (0.1, 10.0)),
+        ({"at": "local"}, (0.5, 10.0)),
+        ({"at": "local", "batches": 2}, (1.0, 1.0)),
+    ],
+)
+def test_defaults_are_the_documented_ones(options, expected):
+    group = MISA([nn.Parameter(torch.ones(2, 3))], **options).param_groups[0]
+    assert (group["sigma"][0], group["rho"][0]) == expected

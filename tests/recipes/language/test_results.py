@@ -36,7 +36,7 @@ def test_plan_of_the_pilot() -> None:
     assert names == {"adamw", "muon", "soap", "sisa", "nsisa", "misa"}
     assert {run.batches for run in runs.values()} == {1, 4}
     rates = {r.choice.options["lr"] for r in runs.values() if r.choice.name == "muon"}
-    assert rates >= {0.02, 0.03}
+    assert rates == {0.014, 0.02, 0.03}
     for run in runs.values():
         assert (run.steps, run.sequences, run.model) == (320, 64, "gpt2")
     assert "nsisa_dual_decay0.25_m4_seed0" in runs

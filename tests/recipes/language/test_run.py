@@ -203,3 +203,7 @@ def test_tuning_counts_all_trials(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tune.main([*words, "sigma"])
     assert "--grid must look like sigma=1,2,5, got 'sigma'" in capsys.readouterr().err
+    for word in ("scheme=foo", "sigma=-1", "slope=1", "warm_up=foo"):
+        with pytest.raises(SystemExit):
+            tune.main([*words, word])
+        assert "error: --grid: " in capsys.readouterr().err
