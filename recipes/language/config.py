@@ -88,6 +88,7 @@ PILOT = (
     *(trial("adamw", lr=lr, warm_up=40) for lr in (6e-4, 1.2e-3, 2.4e-3, 3.6e-3)),
     *(trial("muon", lr=lr) for lr in (0.014, 0.02, 0.03)),  # m = 4 is the same but for rounding
     trial("muon", lr=0.03, warm_down=0.6),
+    *(trial("muon", lr=0.02, momentum=momentum) for momentum in (0.8, 0.9)),
     *(trial("soap", lr=lr, warm_up=40) for lr in (1e-3, 3e-3)),
     trial("sisa"),
     # dual_decay 1 is Algorithm 3, with the momentum and the scaling of the published script; the
@@ -95,14 +96,16 @@ PILOT = (
     *(trial("nsisa", m, dual_decay=decay) for m in (1, 4) for decay in (1.0, 0.25)),
     trial("nsisa", label="nsisa_literal", dual_decay=1.0, nesterov=False, aspect_scaling=False),
     trial("nsisa", dual_decay=0.25, sigma=50.0),
+    trial("nsisa", dual_decay=0.25, momentum=0.9),
     *(trial("misa", rho=rho) for rho in (33.0, 50.0)),  # Muon's 0.03 and 0.02
     # At sigma 1e-3, the default here, what has small gradients is not orthogonalised.
     *(trial("misa", rho=rho, sigma=1e-6) for rho in (50.0, 70.0)),
     trial("misa", rho=50.0, sigma=1e-4),
     trial("misa", rho=33.0, sigma=1e-6, warm_down=0.6),
-    trial("misa", rho=50.0, sigma=1e-6, momentum=0.9),
+    *(trial("misa", rho=50.0, sigma=1e-6, momentum=momentum) for momentum in (0.8, 0.9)),
     trial("misa", rho=50.0, sigma=1e-6, rest="sisa"),
     trial("misa", 4, rho=50.0, sigma=1e-6),
+    trial("misa", 4, rho=50.0, sigma=1e-6, momentum=0.9),
     # Spectral in the local step, with the best settings of the earlier pilot.
     *(trial("misa", m, label="misa_local", **LOCAL) for m in (1, 4)),
 )
