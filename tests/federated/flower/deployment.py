@@ -165,11 +165,11 @@ root-certificates = "{self.secrets / "ca.crt"}"
             *("--isolation", "process", "--host", "127.0.0.1", "--port", free_port()),
         )
 
-    def train(self, **config: object) -> None:
-        """Start a run of the example; `iteration` tells how far it is."""
+    def train(self, app: Path = EXAMPLE, **config: object) -> None:
+        """Start a run of an app; `iteration` tells how far it is."""
         config = {"checkpoint": str(self.checkpoint), "poll": 0.5, **config}
         overrides = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        said = self.flwr("run", EXAMPLE, "test", "--run-config", overrides)
+        said = self.flwr("run", app, "test", "--run-config", overrides)
         if "Successfully started run" not in said:
             raise RuntimeError(said)
 
