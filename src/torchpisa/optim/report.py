@@ -51,7 +51,9 @@ class Effective:
     no step was taken yet.
 
     Attributes:
-        step: \(\mathrm{lr}/S\), what a gradient that stays the same is multiplied by in the end.
+        step: \(\mathrm{lr}/S\), what a gradient that stays the same is multiplied by in the end. At
+            the consensus of MISA only its singular values far below \(S/\rho\) are; large ones
+            become \(\mathrm{lr}/\rho\).
         first_step: \(2\,\mathrm{lr}/(\sigma + \rho q)\), what a new gradient is multiplied by.
         momentum: \(\rho q/(\sigma + \rho q)\), the momentum coefficient of each coordinate.
         stable_curvature: \(\frac{2}{3}(\sigma + 2 \rho q)/\mathrm{lr}\), the curvature up to which
