@@ -1,0 +1,52 @@
+"""What is committed belongs together: trials and choices, plans, results and reports."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes import heterogeneity, language
+from recipes.heterogeneity import tune
+from recipes.heterogeneity.config import TUNING
+from recipes.recipe import Recipe, Results
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def saved(name: str) -> Results:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("heterogeneity", heterogeneity.RECIPE),
+        ("language", language.RECIPE),
+        ("language_seed1", language.RECIPE),
+    ],
+)
+def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
+    results = saved(name)
+    preset = recipe.presets[results["preset"]]
+    plan = recipe.plan(dataclasses.replace(preset, seed=results["config"]["seed"]))
+    assert set(results["runs"]) | set(results["missing"]) == set(plan)
+    for run, done in results["runs"].items():
+        assert done["settings"] == json.loads(json.dumps(dataclasses.asdict(plan[run]))), run
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("heterogeneity", heterogeneity.RECIPE), ("language", language.RECIPE)]
+)
+def test_page_is_the_report_of_the_results(name: str, recipe: Recipe) -> None:
+    assert recipe.report is not None
+    page = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    assert page == recipe.report(saved(name))
+
+
+def test_chosen_settings_follow_from_the_trials() -> None:
+    for entry in json.loads(TUNING.read_text(encoding="utf-8")):
+        trials = entry["trials"]
+        assert entry["count"] == len(trials)
+        assert entry["chosen"] == tune.choose(trials, entry["by"]), tune.cell_of(entry)
+        assert all(trial["settings"]["validation"] for trial in trials)
