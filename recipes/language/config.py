@@ -79,10 +79,6 @@ class Config:
                 )
 
 
-LOCAL: dict[str, Any] = {
-    **{"at": "local", "method": "smooth", "momentum": None},
-    **{"sigma": 0.005, "rho": 1000.0, "dual_decay": 0.95},
-}
 # How many trials an optimizer had is in the report: one per line here, or as many as the line says.
 PILOT = (
     *(trial("adamw", lr=lr, warm_up=40) for lr in (6e-4, 1.2e-3, 2.4e-3, 3.6e-3)),
@@ -97,17 +93,11 @@ PILOT = (
     trial("nsisa", label="nsisa_literal", dual_decay=1.0, nesterov=False, aspect_scaling=False),
     trial("nsisa", dual_decay=0.25, sigma=50.0),
     trial("nsisa", dual_decay=0.25, momentum=0.9),
-    *(trial("misa", rho=rho) for rho in (33.0, 50.0)),  # Muon's 0.03 and 0.02
-    # At sigma 1e-3, the default here, what has small gradients is not orthogonalised.
-    *(trial("misa", rho=rho, sigma=1e-6) for rho in (50.0, 70.0)),
-    trial("misa", rho=50.0, sigma=1e-4),
-    trial("misa", rho=33.0, sigma=1e-6, warm_down=0.6),
-    *(trial("misa", rho=50.0, sigma=1e-6, momentum=momentum) for momentum in (0.8, 0.9)),
-    trial("misa", rho=50.0, sigma=1e-6, rest="sisa"),
-    trial("misa", 4, rho=50.0, sigma=1e-6),
-    trial("misa", 4, rho=50.0, sigma=1e-6, momentum=0.9),
-    # Spectral in the local step, with the best settings of the earlier pilot.
-    *(trial("misa", m, label="misa_local", **LOCAL) for m in (1, 4)),
+    *(trial("misa", rest="own", lr=lr) for lr in (3e-3, 3.6e-3, 5e-3)),
+    trial("misa", rest="own", lr=3.6e-3, momentum=0.85),
+    trial("misa", rest="own", lr=3.6e-3, row_beta=None),
+    trial("misa", rest="own", lr=3.6e-3, look_ahead=1.5),
+    trial("misa", rest="own", lr=3.6e-3, beta=0.95),
 )
 
 # First guesses, but for SISA's: it is the one that needs care here.
@@ -117,7 +107,7 @@ QUICK = (
     trial("sisa", tried=15, sigma=0.1, rho=500.0),
     trial("nsisa", dual_decay=0.25),
     trial("nsisa", 4, dual_decay=0.25),
-    trial("misa"),
+    trial("misa", rest="own"),
 )
 
 PRESETS = {

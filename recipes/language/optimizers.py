@@ -24,9 +24,10 @@ class Choice:
 
     Attributes:
         name: of the optimizer, one of `NAMES`.
-        options: its arguments. For those of torchpisa `lr` is relative and is not among them.
+        options: its arguments.
         rest: who takes the embedding where the optimizer is for matrices: `"adamw"`, as in
-            the published GPT-2 script, or `"sisa"`, the optimizer itself by SISA's rule.
+            the published GPT-2 script, or `"own"`, the optimizer itself by its rule for what is not
+            a matrix.
         rest_lr: of AdamW in that case.
         warm_up: steps over which the learning rate rises.
         warm_down: the last part of the steps, over which it falls linearly to zero.
@@ -69,7 +70,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"sigma": 80.0, "rho": 100.0, "momentum": 0.95, "nesterov": True},
         **{"aspect_scaling": True, "dual_decay": 0.25},
     },
-    "misa": {"sigma": 1e-3, "rho": 50.0, "momentum": 0.95, "aspect_scaling": True},
+    "misa": {"weight_decay": 0.0},
 }
 
 
@@ -210,8 +211,8 @@ def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
     reason = lacks(choice)
     if reason is not None:
         raise ImportError(reason)
-    if choice.rest not in ("adamw", "sisa"):
-        raise ValueError(f"rest must be 'adamw' or 'sisa', got {choice.rest!r}")
+    if choice.rest not in ("adamw", "own"):
+        raise ValueError(f"rest must be 'adamw' or 'own', got {choice.rest!r}")
     return BUILDERS[choice.name](choice, model, batches)
 
 
@@ -259,12 +260,12 @@ def build_sisa(choice: Choice, model: nn.Module, batches: int) -> Team:
 
 
 def build_matrix(cls: type[Optimizer], choice: Choice, model: nn.Module, batches: int) -> Team:
-    """NSISA or MISA: the rest by AdamW, or by SISA's rule in the same consensus."""
+    """NSISA or MISA: the rest by AdamW, or by the optimizer's own rule for it."""
 
     def make(params: Any, **options: Any) -> Optimizer:
         return cls(params, batches=batches, **COMMON, **options)
 
-    if choice.rest == "sisa":
+    if choice.rest == "own":
         return Team([make(split(model, head=()), **choice.options)], [], batches)
     own, other = beside_adamw(make, choice, model)
     return Team([own], [other], batches)

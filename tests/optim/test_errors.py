@@ -191,8 +191,8 @@ def test_split_names_unknown_heads():
 
 
 def test_orthogonalize_needs_matrices():
-    with pytest.raises(ValueError, match=r"orthogonalize must be False .* of shape \(3,\)"):
-        NSISA([{"params": [nn.Parameter(torch.ones(3))], "orthogonalize": True}])
+    with pytest.raises(ValueError, match=r"matrix must be False .* of shape \(3,\)"):
+        NSISA([{"params": [nn.Parameter(torch.ones(3))], "matrix": True}])
 
 
 @pytest.mark.parametrize(

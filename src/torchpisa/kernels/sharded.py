@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.tensor import DTensor
 
-__all__ = ["cut", "groups", "is_sharded", "local", "part", "solve", "summed"]
+__all__ = ["cut", "groups", "groups_of_columns", "is_sharded", "local", "part", "solve", "summed"]
 
 # Elements that travel together. While some are solved for, the next are on their way.
 _STAGE = 2**23
@@ -85,6 +85,18 @@ def groups(params: Sequence[Tensor]) -> list["ProcessGroup"]:
         if is_sharded(param):
             return list(param.device_mesh.get_all_groups())  # type: ignore[attr-defined]
     return []
+
+
+def groups_of_columns(whole: Tensor) -> list["ProcessGroup"]:
+    """Return the process groups over which the columns of a sharded matrix are spread."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert isinstance(whole, DTensor)
+    return [
+        whole.device_mesh.get_group(dim)
+        for dim, placement in enumerate(whole.placements)
+        if isinstance(placement, Shard) and placement.dim > 0
+    ]
 
 
 def summed(value: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:

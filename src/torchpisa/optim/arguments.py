@@ -98,6 +98,13 @@ def check_dtype(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be None or a real floating dtype, got {value!r}")
 
 
+def check_ns_dtype(value: Any) -> None:
+    """Raise ValueError unless Newton-Schulz can be computed in this: a dtype, None or "auto"."""
+    floating = isinstance(value, torch.dtype) and value.is_floating_point
+    if not (floating or value is None or value == "auto"):
+        raise ValueError(f"ns_dtype must be a real floating dtype, None or 'auto', got {value!r}")
+
+
 def check_sigma(name: str, value: Any) -> None:
     """A finite number above 0, as every weight alpha must be, too."""
     check_range(name, value, 0, low_open=True, high_open=True)

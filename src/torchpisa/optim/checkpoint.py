@@ -39,7 +39,7 @@ def check(state_dict: dict[str, Any], groups: Sequence[Group], state: dict[Tenso
                 f"{saved['batches']}: every batch has its own dual"
             )
         ranks = saved.get("ranks", 1)  # what was saved before there were ranks has none
-        if ranks != group["ranks"]:
+        if ranks != group.get("ranks", 1):
             raise ValueError(
                 f"state_dict must be that of one of {group['ranks']} ranks, got one of {ranks}: "
                 "use torchpisa.distributed.load, which shares the duals out anew"

@@ -15,6 +15,7 @@ from torchpisa.kernels import newton_schulz
 from torchpisa.optim import arguments
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.common import Common
+from torchpisa.optim.param_groups import is_matrix
 from torchpisa.optim.rounds import Group
 from torchpisa.optim.sisa import fill_in
 from torchpisa.preconditioners import Preconditioner, SecondMoment
@@ -22,13 +23,13 @@ from torchpisa.preconditioners import Preconditioner, SecondMoment
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["MatrixOptimizer", "is_matrix"]
+__all__ = ["MatrixOptimizer"]
 
 
 class MatrixOptimizer(ConsensusOptimizer):
     """A consensus optimizer that splits parameter groups into matrices and the rest.
 
-    A group says by `orthogonalize` which of the two it is; one that does not say is split.
+    A group says by `matrix` which of the two it is; one that does not say is split.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class MatrixOptimizer(ConsensusOptimizer):
     ) -> None:
         sisa_sigma, sisa_rho = fill_in(sisa_sigma, sisa_rho, common)
         settings = {
-            "orthogonalize": True,
+            "matrix": True,
             **own,
             "sisa_sigma": sisa_sigma,
             "sisa_rho": sisa_rho,
@@ -64,7 +65,7 @@ class MatrixOptimizer(ConsensusOptimizer):
         """The preconditioner of a group of matrices."""
 
     def preconditioner(self, group: Group) -> Preconditioner:
-        if group["orthogonalize"]:
+        if group["matrix"]:
             return self._matrix_preconditioner(group)
         return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
 
@@ -77,19 +78,19 @@ class MatrixOptimizer(ConsensusOptimizer):
         kinds: dict[bool, list[object]] = {True: [], False: []}
         for entry in entries:
             kinds[is_matrix(_tensor(entry))].append(entry)
-        if "orthogonalize" in param_group:
-            kinds = {param_group["orthogonalize"]: entries}
+        if "matrix" in param_group:
+            kinds = {param_group["matrix"]: entries}
         before = len(self.param_groups)
         try:
-            for orthogonalize, of_kind in kinds.items():
+            for matrix, of_kind in kinds.items():
                 if of_kind:
-                    self._add({**param_group, "params": of_kind, "orthogonalize": orthogonalize})
+                    self._add({**param_group, "params": of_kind, "matrix": matrix})
         except Exception:
             del self.param_groups[before:]
             raise
 
     def _add(self, group: Group) -> None:
-        if not group["orthogonalize"]:
+        if not group["matrix"]:
             for name in ("sigma", "rho"):
                 group = {name: group.get(f"sisa_{name}", self.defaults[f"sisa_{name}"]), **group}
         super().add_param_group(group)
@@ -103,34 +104,19 @@ class MatrixOptimizer(ConsensusOptimizer):
         return dtype
 
     def _check_own(self, group: Group) -> None:
-        check_choice("orthogonalize", group["orthogonalize"], (True, False))
-        dtype = group["ns_dtype"]
-        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if not (floating or dtype is None or dtype == "auto"):
-            raise ValueError(
-                f"ns_dtype must be a real floating dtype, None or 'auto', got {dtype!r}"
-            )
-        for orthogonalize in (True, False):  # a group may be split, so both rules must hold
-            self.preconditioner({**group, "params": [], "orthogonalize": orthogonalize})
+        check_choice("matrix", group["matrix"], (True, False))
+        arguments.check_ns_dtype(group["ns_dtype"])
+        for matrix in (True, False):  # a group may be split, so both rules must hold
+            self.preconditioner({**group, "params": [], "matrix": matrix})
         for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
             arguments.per_batch(f"sisa_{name}", group[f"sisa_{name}"], group["batches"], check)
-        if group["orthogonalize"]:
+        if group["matrix"]:
             for param in map(_tensor, group.get("params", [])):
                 if isinstance(param, Tensor) and not is_matrix(param):
                     raise ValueError(
-                        "orthogonalize must be False for parameters that are not real matrices, "
+                        "matrix must be False for parameters that are not real matrices, "
                         f"got {group['orthogonalize']!r} for one of shape {tuple(param.shape)}"
                     )
-
-
-def is_matrix(param: object) -> bool:
-    """Whether `param` can be orthogonalised: real, with at least two dimensions, and not empty."""
-    return (
-        isinstance(param, Tensor)
-        and param.dim() >= 2
-        and not param.is_complex()
-        and param.numel() > 0
-    )
 
 
 def _tensor(entry: object) -> object:

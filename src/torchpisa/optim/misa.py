@@ -1,155 +1,710 @@
-"""MISA: PISA with singular values as preconditioner of matrices. Ours, not the paper's."""
+"""MISA: one learning rate in AdamW's terms, matrices orthogonalised at the consensus. Ours."""
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from torchpisa.algorithms.sisa import Scheme
-from torchpisa.checks import check_choice
-from torchpisa.optim.common import Common
-from torchpisa.optim.matrices import MatrixOptimizer
-from torchpisa.optim.rounds import Group
-from torchpisa.optim.sisa import fill_in
-from torchpisa.preconditioners import Preconditioner, Spectral, SpectralConsensus
-from torchpisa.preconditioners.spectral import Method
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from torchpisa.algorithms import misa, nsisa
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.checks import check_choice, check_count, check_range
+from torchpisa.kernels import loop, newton_schulz, sharded
+from torchpisa.kernels.job import Member, compute_dtype, real
+from torchpisa.kernels.rounding import store
+from torchpisa.optim import arguments, checkpoint, nonfinite, report, traced
+from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
 
 __all__ = ["MISA"]
 
+Group = dict[str, Any]
+State = dict[str, Any]
 
-class MISA(MatrixOptimizer):
-    r"""Matrix-preconditioned Inexact Stochastic ADMM: Algorithm 1 with a preconditioner of our own.
+# Where a round stands: rounds done, slots used (as bits), those of them that were not skipped, and
+# whether the weights are to move: a tensor where only the device knows.
+PROGRESS: Group = {"iteration": 0, "visited": 0, "present": 0, "moves": False}
+# One value for the whole optimizer: a round is a round of all parameters.
+SHARED = ("batches", "weights", "clip", "nonfinite")
+_LARGE = ("dual", "rows", "moment")
 
-    For matrices, convolutions (flattened to two dimensions) among them:
+
+class MISA(Optimizer):
+    r"""Momentum-averaged Inexact Stochastic ADMM: an optimizer to try where AdamW was.
 
     \[
     \begin{aligned}
-    \delta_i &= -(1 - \mu)(\pi_i + g_i), \qquad
-    U = \sum_i \alpha_i (\pi_i + 2 \delta_i), \qquad
-    \pi_i \leftarrow \pi_i + \delta_i, \\
-    w &\leftarrow w + \Big(\sum_i \alpha_i \sigma_i I + \rho P\Big)^{-1} U, \qquad
-    P = \min((U U^\top)^{1/2}, \eta).
+    r &= \pi + \textstyle\sum_i \alpha_i g_i, &
+    \delta &= -(1 - \mu)\, r, &
+    U &= \pi + c\,\delta, \\
+    \pi &\leftarrow \pi + \delta, &
+    w &\leftarrow (1 - \mathrm{lr}\,\lambda)\, w + \mathrm{lr}\, P(U). &&
     \end{aligned}
     \]
 
-    A singular value \(s\) of the sum \(U\) becomes \(s / (\sigma + \rho \min(s, \eta))\), so large
-    ones are made equal as by Muon and small ones are scaled as by gradient descent. Everything else
-    takes SISA's rule in the same consensus. Parameter groups are split, and may be told apart by
-    `orthogonalize`, as in `NSISA`; `torchpisa.optim.param_groups.split(model)` keeps embeddings and
-    the output layer with SISA's rule.
+    P orthogonalises a matrix by Newton-Schulz steps and then divides each row by its running root
+    mean square. Everything else (vectors, and embeddings and output layers in groups with
+    `matrix=False`) is divided entry by entry by the running root mean square of r. Both have steps
+    as large as AdamW's, so one `lr` serves all parameters.
 
-    Unlike in NSISA the batches are added up before anything is orthogonalised, so where it settles,
-    the gradients of batches that differ add up to zero. For matrices the dual, an average of
-    gradients, is its only state: with one batch 4 bytes per parameter, half of Adam's.
-
-    `at="local"` is Algorithm 1 as it stands, with \(Q_i = \min((r_i r_i^\top)^{1/2}, \eta_i)\) in
-    the local step of every batch; see `torchpisa.preconditioners.Spectral`.
+    State is 4 bytes per parameter for matrices (plus one number per row) and 8 for the rest. The
+    dual \(\pi\) is shared by all batches, which is exact as long as each of them is in every round.
+    For the same reason MISA needs no `process_group`: average gradients over ranks as for AdamW, by
+    DistributedDataParallel or FSDP2; every rank then takes the step that one process would take.
 
     Args:
-        params: parameters or parameter groups; groups may override everything but `batches`,
-            `weights`, `clip` and `nonfinite`.
-        sigma: \(\sigma_i^0 > 0\) for matrices: 1/sigma is the step that a constant gradient ends up
-            with where singular values are small. One number, or one per batch. By default 1e-4, or
-            0.1 with several batches; in the local step 0.5, or 1.
-        rho: \(\rho \ge 0\) for matrices: a step moves a matrix by at most 1/rho in spectral norm.
-            One number, or one per batch, of which the mean counts. By default 100, or 10 with
-            several batches; in the local step, where it is 2/rho, 10 or 1.
-        at: what is preconditioned, `"consensus"` or, as in the paper, the `"local"` step.
-        momentum: \(\mu\), how much of the average of gradients is kept from round to round; 0.95
-            by default. Only at the consensus.
-        eta: \(\eta_i\), cap of the eigenvalues of P or Q and of SISA's \(\sqrt{m_i}\). The theory
-            wants it finite; it costs time on GPUs.
-        average: see `torchpisa.preconditioners.Spectral`; 0, the default, for no state but the
-            dual. Only in the local step.
-        aspect_scaling: let tall matrices move \(\sqrt{\mathrm{rows}/\mathrm{cols}}\) times further;
-            see `torchpisa.preconditioners.Spectral`.
-        method: how it is computed; see `torchpisa.preconditioners.Spectral`. By default
-            `"smooth"`, which is cheap and as rough as Muon; with a finite eta, or in the local
-            step, `"auto"`, which is as accurate as an SVD.
-        ns_steps: Newton-Schulz iterations of `"smooth"`.
-        ns_dtype: what they are computed in; see `NSISA`.
-        sisa_sigma: sigma of what is not a matrix; `SISA`'s by default.
-        sisa_rho: rho of what is not a matrix; `SISA`'s by default.
-        scheme: see `SISA`; likewise `beta` and `eps`.
-        beta: see `SISA`.
-        eps: see `SISA`.
-        **common: see `torchpisa.optim.Common`.
+        params: parameters, named parameters or parameter groups. A group may override everything
+            but `batches`, `weights`, `clip` and `nonfinite`; `matrix=False` keeps its matrices from
+            being orthogonalised, as `torchpisa.optim.param_groups.split(model)` does for embeddings
+            and the output layer.
+        lr: learning rate, comparable to AdamW's: a number or a tensor.
+        momentum: \(\mu\), how much of the average of gradients is kept, in [0, 1).
+        weight_decay: \(\lambda\), decoupled from the gradient as in AdamW.
+        look_ahead: \(c \ge 1\). 2 is the paper's consensus, `1 + momentum` Nesterov momentum.
+        row_beta: how much of the rows' mean squares is kept, in [0, 1); None to leave rows as they
+            are, which with `look_ahead=1 + momentum` is Muon.
+        beta: how much of the second moment of what is not a matrix is kept, in (0, 1).
+        eps: added to roots that are divided by.
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: what their products are computed in: a dtype, None for that of the state, or
+            `"auto"`: bfloat16 on GPUs and, for a million elements or more, on CPUs that have
+            instructions for it; never for float64 parameters.
+        batches: \(m\), calls of `step()` that make a round; the weights move in the last one.
+        weights: \(\alpha_i\), the batches' shares of the data, or their sizes; equal by default.
+        clip: largest norm of r over all parameters, batch by batch; None for no clipping.
+        nonfinite: what to do with a batch whose gradients are not all finite: `"raise"`, `"skip"`
+            (the batch counts as absent) or `"ignore"` (do not look). On a GPU `"raise"` does not
+            wait for the device: it leaves the batch out, and a later call raises.
+        maximize: maximise instead of minimise.
+        foreach: one call per operation for all parameters instead of a loop over them; None
+            decides.
+        stochastic_rounding: round what is stored in bfloat16 up or down at random, so that the
+            error is zero on average.
+        capturable: keep counters on the parameters' device, so that a round can be captured in a
+            CUDA graph.
+        state_dtype: dtype of the state; None is the parameter's own, but float32 for half-precision
+            parameters.
+
+    Examples:
+        >>> import torch, torchpisa
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        ... )
+        >>> opt = torchpisa.MISA(model.parameters(), lr=1e-2)
+        >>> x = torch.randn(256, 4)
+        >>> for step in range(201):
+        ...     loss = (model(x) - x.prod(dim=1, keepdim=True)).square().mean()
+        ...     if step % 100 == 0:
+        ...         print(f"{loss.item():.1f}")
+        ...     opt.zero_grad()
+        ...     loss.backward()
+        ...     opt.step()
+        0.9
+        0.2
+        0.0
     """
+
+    # GradScaler then calls step() even when it found infinities, so that a skipped batch uses up
+    # its slot.
+    _step_supports_amp_scaling = True
+
+    _warned: bool = False  # about an embedding among the matrices
 
     def __init__(
         self,
         params: ParamsT,
+        lr: float | Tensor = 3e-3,
         *,
-        sigma: float | Sequence[float] | None = None,
-        rho: float | Sequence[float] | None = None,
-        at: Literal["consensus", "local"] = "consensus",
-        momentum: float | None = None,
-        eta: float = math.inf,
-        average: float = 0.0,
-        aspect_scaling: bool = False,
-        method: Method | None = None,
+        momentum: float = 0.9,
+        weight_decay: float = 0.01,
+        look_ahead: float = 2.0,
+        row_beta: float | None = 0.95,
+        beta: float = 0.99,
+        eps: float = 1e-8,
         ns_steps: int = 5,
         ns_dtype: torch.dtype | Literal["auto"] | None = "auto",
-        sisa_sigma: float | Sequence[float] | None = None,
-        sisa_rho: float | Sequence[float] | None = None,
-        scheme: Scheme = "adam",
-        beta: float = 0.99,
-        eps: float = 0.0,
-        **common: "Unpack[Common]",
+        batches: int = 1,
+        weights: Sequence[float] | None = None,
+        clip: float | None = None,
+        nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
-        local = at == "local"
-        sigma, rho = fill_in(
-            *(sigma, rho, common),
-            single=(0.5, 10.0) if local else (1e-4, 100.0),
-            several=(1.0, 1.0) if local else (0.1, 10.0),
-        )
-        super().__init__(
-            params,
-            sigma,
-            rho,
-            {
-                "at": at,
-                "momentum": momentum,
-                "average": average,
-                "aspect_scaling": aspect_scaling,
-                "method": method,
-                "ns_steps": ns_steps,
-                "ns_dtype": ns_dtype,
-            },
-            sisa_sigma=sisa_sigma,
-            sisa_rho=sisa_rho,
-            scheme=scheme,
-            beta=beta,
-            eta=eta,
-            eps=eps,
-            **common,
-        )
+        check_count("batches", batches)
+        check_choice("nonfinite", nonfinite, ("raise", "skip", "ignore"))
+        if clip is not None:
+            check_range("clip", clip, 0, low_open=True)
+        defaults: Group = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "look_ahead": look_ahead,
+            "row_beta": row_beta,
+            "beta": beta,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "matrix": None,
+            "batches": batches,
+            "weights": arguments.shares(weights, batches),
+            "clip": clip,
+            "nonfinite": nonfinite,
+            "maximize": maximize,
+            "foreach": foreach,
+            "stochastic_rounding": stochastic_rounding,
+            "capturable": capturable,
+            "state_dtype": state_dtype,
+        }
+        _check_group(defaults)
+        self._forget()
+        super().__init__(params, defaults)
 
-    def _matrix_preconditioner(self, group: Group) -> Preconditioner:
-        check_choice("at", group["at"], ("consensus", "local"))
-        local = group["at"] == "local"
-        rough = not local and group["eta"] == math.inf and not group["average"]
-        method = group["method"]
-        if method is None:
-            method = "smooth" if rough else "auto"
-        spectral = Spectral(
-            group["eta"],
-            group["average"],
-            group["aspect_scaling"],
-            method,
-            group["ns_steps"],
-            self._ns_dtype(group),
+    # Where it stands
+
+    @property
+    def batches(self) -> int:
+        """The number of batches in a round."""
+        return int(self.defaults["batches"])
+
+    @property
+    def iteration(self) -> int:
+        """Rounds done, that is, how often the weights have moved."""
+        return int(self.param_groups[0]["iteration"])
+
+    @property
+    def batch(self) -> int:
+        """The slot that the next `step()` uses if it is not told one."""
+        return self._free_slots()[0]
+
+    @property
+    def synced(self) -> bool:
+        """Whether no round is open: the last `step()` moved the weights."""
+        return not self.param_groups[0]["visited"]
+
+    def memory(self) -> report.Memory:
+        """Return the bytes of state: in total, per parameter and by name."""
+        return report.memory(self.state, self.param_groups)
+
+    # The step
+
+    @overload
+    def step(self, closure: None = None, *, batch: int | None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], *, batch: int | None = None) -> float: ...
+
+    def step(
+        self, closure: Callable[[], float] | None = None, *, batch: int | None = None
+    ) -> float | None:
+        """Take the gradients of one batch; the last batch of a round also moves the weights.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            batch: slot, from 0, of the batch that the gradients belong to. By default the first
+                one that is free in this round.
+
+        Raises:
+            ValueError: the slot does not exist or was used in this round, or a gradient is sparse.
+            FloatingPointError: a gradient is not finite and `nonfinite="raise"`.
+        """
+        if closure is None and torch.compiler.is_compiling():
+            traced.step(self._params, self._number, batch)
+            return None
+        return self._step(closure, batch)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
+        slot = self._claim(batch)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        members = [
+            [member for param in group["params"] if (member := self._member(param, group))]
+            for group in self.param_groups
+        ]
+        verdict = nonfinite.verdict(
+            self.param_groups,
+            members,
+            [loop] * len(members),
+            getattr(self, "found_inf", None),
+            f"batch {slot} of iteration {self.iteration}",
         )
-        momentum = group["momentum"]
-        if not local:
-            return SpectralConsensus(0.95 if momentum is None else momentum, spectral)
-        if momentum is not None:
-            raise ValueError(
-                f"momentum must be None with at='local', got {momentum!r}: the dual is no average"
+        if verdict.problem is not None:
+            raise FloatingPointError(
+                f"{verdict.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
             )
-        return spectral
+        if verdict.present:
+            self._take(slot, members, verdict.keep)
+        self._use_up(slot)
+        return loss
+
+    @torch.no_grad()
+    def skip(self, *, batch: int | None = None) -> None:
+        """Use up the slot of a batch that is absent from this round.
+
+        It counts as if its gradient were the average of the past.
+
+        Args:
+            batch: slot, from 0. By default the first one that is free in this round.
+        """
+        self._use_up(self._claim(batch))
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Close an incomplete round as if all other batches had been skipped."""
+        if not self.synced:
+            self._close()
+
+    def _take(self, slot: int, members: list[list[Member]], keep: Tensor | None) -> None:
+        """Use the gradients of a batch, unless `keep`, which only the device knows, is False."""
+        scale = getattr(self, "grad_scale", None)
+        gradients = [
+            [_gradient(member, group, scale) for member in own]
+            for group, own in zip(self.param_groups, members, strict=True)
+        ]
+        clip = self.param_groups[0]["clip"]
+        if clip is not None:
+            _clip(members, gradients, clip)
+        for group, own, grads in zip(self.param_groups, members, gradients, strict=True):
+            group["present"] |= 1 << slot
+            if self.batches == 1:
+                self._move(group, own, grads, keep)
+                continue
+            for member, grad in zip(own, grads, strict=True):
+                self._accumulate(member, grad, group["weights"][slot], keep)
+            if keep is None or group["moves"] is True:
+                group["moves"] = True
+            else:
+                group["moves"] = keep | group["moves"]
+
+    def _accumulate(self, member: Member, grad: Tensor, weight: float, keep: Tensor | None) -> None:
+        """Add a batch's share of the gradient to the sum of the round."""
+        dual = real(member.state["dual"])
+        if keep is not None:  # an absent batch counts as if its gradient were the past's average
+            grad = torch.where(keep.to(grad.device), grad, -dual.to(grad.dtype))
+        state = self.state[member.origin]
+        if "pending" not in state:
+            # At least float32: the sum over a round must not lose its small terms.
+            dtype = torch.promote_types(state["dual"].dtype, torch.float32)
+            state["pending"] = torch.zeros_like(state["dual"], dtype=dtype)
+        real(member.state["pending"]).add_(grad, alpha=weight)
+
+    def _use_up(self, slot: int) -> None:
+        for group in self.param_groups:
+            group["visited"] |= 1 << slot
+        if not self._free_slots():
+            self._close()
+
+    def _close(self) -> None:
+        """Move the weights by what the batches of this round have added up, and begin the next."""
+        for group in self.param_groups:
+            absent = sum(
+                weight
+                for slot, weight in enumerate(group["weights"])
+                if not group["present"] >> slot & 1
+            )
+            reached = [
+                sharded.part(Member(param, None, self.state[param]))
+                for param in group["params"]
+                if "pending" in self.state.get(param, ())
+            ]
+            sums = []
+            for member in reached:
+                dual = real(member.state["dual"])
+                total = real(member.state["pending"]).to(compute_dtype(real(member.param), dual))
+                sums.append(total.sub_(dual, alpha=absent) if absent else total)
+                del member.state["pending"]
+            keep = group["moves"] if isinstance(group["moves"], Tensor) else None
+            if reached:
+                self._move(group, reached, sums, keep)
+            group.update({**PROGRESS, "iteration": group["iteration"] + 1})
+
+    def _move(
+        self, group: Group, members: list[Member], grads: list[Tensor], keep: Tensor | None
+    ) -> None:
+        """Take the consensus for some parameters of a group.
+
+        Args:
+            group: the group.
+            members: the parameters.
+            grads: their gradients, added up over the batches, in the dtype to compute in.
+            keep: nothing changes if this is False; None for True.
+        """
+        plain = all(type(real(member.param)) in (Tensor, nn.Parameter) for member in members)
+        foreach = plain if group["foreach"] is None else group["foreach"]
+        step = _foreach_step if foreach and keep is None else _loop_step
+        for matrix, pairs in _kinds(group, members, grads):
+            step(group, matrix, [member for member, _ in pairs], [grad for _, grad in pairs], keep)
+
+    # Groups and state
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a parameter group; it joins the round where that stands."""
+        legal = {*self.defaults, *arguments.FOREIGN_KEYS}
+        arguments.reject_unknown(param_group, legal, "a parameter group")
+        first = self.param_groups[0] if self.param_groups else {**self.defaults, **PROGRESS}
+        for name in SHARED:
+            if param_group.get(name, first[name]) != first[name]:
+                raise ValueError(
+                    f"{name} must be the same for all parameter groups ({first[name]!r}), "
+                    f"got {param_group[name]!r}"
+                )
+        inherited = {name: first[name] for name in (*SHARED, *PROGRESS)}
+        group = {**self.defaults, **param_group, **inherited}
+        _check_group(group)
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        try:
+            _check_params(added)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for param in added["params"]:
+            if param.requires_grad:
+                self._init_state(param, added)
+        self._params += added["params"]
+        self._warn_about_embeddings(added)
+
+    def _member(self, param: Tensor, group: Group) -> "Member | None":
+        """Return the parameter with its gradient and state, or None if it has no gradient."""
+        grad = param.grad
+        if grad is None:
+            return None
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"gradients must be dense, got {grad.layout} for a parameter of shape "
+                f"{tuple(param.shape)}; give nn.Embedding sparse=False"
+            )
+        state = self.state.get(param) or self._init_state(param, group)
+        if state["dual"].get_device() != param.get_device():
+            for key, value in state.items():
+                if key != "step" or group["capturable"]:
+                    state[key] = value.to(param.device)
+        if state["dual"].shape != param.shape:
+            raise ValueError(
+                f"a parameter must keep its shape, {tuple(state['dual'].shape)}, got "
+                f"{tuple(param.shape)}: make a new optimizer for it"
+            )
+        return sharded.part(Member(param, grad, state))
+
+    def _init_state(self, param: Tensor, group: Group) -> State:
+        dtype = param.dtype
+        if not dtype.is_complex:
+            dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
+        state: State = self.state[param]
+        state["dual"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        if not _is_orthogonalized(group, param):
+            state["moment"] = torch.zeros_like(state["dual"])
+        elif group["row_beta"] is not None:
+            # (rows, 1, ...), so that it is sharded with the rows of its parameter.
+            narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
+            state["rows"] = state["dual"][narrow].clone()
+        device = param.device if group["capturable"] else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        return state
+
+    def _warn_about_embeddings(self, group: Group) -> None:
+        if self._warned or group["matrix"] is not None:
+            return
+        names = group.get("param_names") or [None] * len(group["params"])
+        for name, param in zip(names, group["params"], strict=True):
+            if looks_like_embedding(name, param):
+                self._warned = True
+                what = f"{name!r}" if name else f"a parameter of shape {tuple(param.shape)}"
+                warnings.warn(
+                    f"{what} looks like an embedding or an output layer, which trains better "
+                    "without being orthogonalised: MISA(torchpisa.optim.param_groups.split(model))"
+                    " keeps them apart, matrix=True in its group silences this",
+                    stacklevel=4,
+                )
+                return
+
+    def _forget(self) -> None:
+        """Start afresh with what belongs to this object and is never saved."""
+        self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
+        self._number = traced.register(self)
+        self._warned = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a MISA with the same number of batches.
+
+        Tensors keep the dtype that they were saved with. Raises ValueError before anything is
+        changed if the state does not fit.
+        """
+        checkpoint.check(state_dict, self.param_groups, self.state)
+        previous = [dict(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        checkpoint.restore(state_dict, previous, self.param_groups, self.state)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and not self.state.get(param):
+                    self._init_state(param, group)
+
+    def _free_slots(self) -> list[int]:
+        visited = self.param_groups[0]["visited"]
+        return [slot for slot in range(self.batches) if not visited >> slot & 1]
+
+    def _claim(self, batch: int | None) -> int:
+        if batch is None:
+            return self.batch
+        check_count("batch", batch, 0)
+        if batch not in self._free_slots():
+            problem = "was used in this round" if batch < self.batches else "does not exist"
+            raise ValueError(
+                f"batch must be one of the free slots {self._free_slots()}, got {batch}, "
+                f"which {problem} (batches={self.batches})"
+            )
+        return batch
+
+
+# What the consensus does with some parameters of one group, all matrices or none of them:
+# `_loop_step` is the specification, `_foreach_step` the same with one call per operation.
+
+
+def _loop_step(
+    group: Group, matrix: bool, members: list[Member], grads: list[Tensor], keep: Tensor | None
+) -> None:
+    for member, grad in zip(members, grads, strict=True):
+        own = keep if keep is None else keep.to(grad.device)
+        stored = {key: real(member.state[key]) for key in _LARGE if key in member.state}
+        state = {key: value.to(grad.dtype) for key, value in stored.items()}
+        step = _count(member, own)
+        r = state["dual"] + grad
+        delta = misa.average(r, group["momentum"])
+        u = misa.look_ahead(state["dual"], delta, group["look_ahead"])
+        new = {"dual": state["dual"] + delta}
+        if not matrix:
+            p, new["moment"] = misa.scale_entries(
+                u, r, state["moment"], step, group["beta"], group["eps"]
+            )
+        else:
+            (o,) = _orthogonalized(group, [member], [u])
+            if group["row_beta"] is None:
+                p = misa.match_rms(o, *_shape(member))
+            else:
+                rows, settings = state["rows"].flatten(1), (group["row_beta"], group["eps"])
+                p, rows = misa.normalize_rows(o, _row_squares(o, member), rows, step, *settings)
+                new["rows"] = rows.view_as(state["rows"])
+            p = p.view_as(u)
+        w = real(member.param)
+        new["param"] = misa.move(w.to(grad.dtype), p, _lr(group), group["weight_decay"])
+        stored["param"], state["param"] = w, w.to(grad.dtype)
+        for key, value in new.items():
+            chosen = value if own is None else torch.where(own, value, state[key])
+            store(stored[key], chosen, group["stochastic_rounding"])
+
+
+def _foreach_step(
+    group: Group, matrix: bool, members: list[Member], grads: list[Tensor], keep: Tensor | None
+) -> None:
+    mu, lr, dtype = group["momentum"], _lr(group), grads[0].dtype
+    steps = [_count(member, None) for member in members]
+    duals = [real(member.state["dual"]) for member in members]
+    work = _as(duals, dtype)
+    rs = list(torch._foreach_add(work, grads))
+    us = list(torch._foreach_add(work, rs, alpha=group["look_ahead"] * (mu - 1)))
+    torch._foreach_add_(work, rs, alpha=mu - 1)
+    _write_back(duals, work, group)
+    if not matrix:
+        beta = group["beta"]
+        moments = [real(member.state["moment"]) for member in members]
+        work = _as(moments, dtype)
+        torch._foreach_mul_(work, beta)
+        torch._foreach_addcmul_(work, rs, rs, 1 - beta)
+        _write_back(moments, work, group)
+        roots = torch._foreach_sqrt(work)
+        torch._foreach_div_(roots, [(1 - beta**step) ** 0.5 for step in steps])
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_div_(us, roots)
+        scales: list[float] | float = 1.0
+    elif group["row_beta"] is None:
+        os = _orthogonalized(group, members, us)
+        us = [o.view_as(u) for o, u in zip(os, us, strict=True)]
+        scales = [misa.RMS * max(_shape(member)) ** 0.5 for member in members]
+    else:
+        beta = group["row_beta"]
+        os = _orthogonalized(group, members, us)
+        rows = [real(member.state["rows"]) for member in members]
+        work = _as(rows, dtype)
+        squares = [
+            _row_squares(o, member).view_as(row)
+            for o, member, row in zip(os, members, rows, strict=True)
+        ]
+        torch._foreach_mul_(work, beta)
+        torch._foreach_add_(work, squares, alpha=1 - beta)
+        _write_back(rows, work, group)
+        roots = torch._foreach_sqrt(work)
+        torch._foreach_div_(roots, [(1 - beta**step) ** 0.5 for step in steps])
+        torch._foreach_add_(roots, group["eps"])
+        us = [o.view_as(u) for o, u in zip(os, us, strict=True)]
+        torch._foreach_div_(us, roots)
+        scales = misa.RMS
+    params = [real(member.param) for member in members]
+    ws = _as(params, dtype)
+    if group["weight_decay"]:
+        torch._foreach_mul_(ws, 1 - lr * group["weight_decay"])
+    if isinstance(scales, list):
+        torch._foreach_mul_(us, scales)
+        scales = 1.0
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(us, lr * scales)
+        torch._foreach_add_(ws, us)
+    else:
+        torch._foreach_add_(ws, us, alpha=lr * scales)
+    _write_back(params, ws, group)
+
+
+def _orthogonalized(group: Group, members: list[Member], us: Sequence[Tensor]) -> list[Tensor]:
+    """Return U V^T for each matrix U S V^T, as matrices; of sharded ones, the rows held here."""
+    dtype = group["ns_dtype"]
+    if isinstance(dtype, str):
+        dtype = newton_schulz.fast_dtype([member.origin for member in members])
+
+    def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
+        if group["foreach"] is False:
+            return [nsisa.newton_schulz(each, group["ns_steps"], dtype) for each in matrices]
+        return newton_schulz.orthogonalize(matrices, group["ns_steps"], dtype)
+
+    wholes = [member.whole for member in members if member.whole is not None]
+    if wholes:
+        return [o.flatten(1) for o in sharded.solve(us, wholes, solve)]
+    return solve([u.flatten(1) for u in us])
+
+
+def _row_squares(o: Tensor, member: Member) -> Tensor:
+    """Return the mean square of each row, (rows, 1), also where columns are elsewhere."""
+    squares: Tensor = torch.linalg.vector_norm(o, dim=1, keepdim=True).square()
+    if member.whole is not None:
+        squares = sharded.summed(squares, sharded.groups_of_columns(member.whole))
+    return squares / _shape(member)[1]
+
+
+def _kinds(
+    group: Group, members: list[Member], grads: list[Tensor]
+) -> Iterator[tuple[bool, list[tuple[Member, Tensor]]]]:
+    """Yield members that share rule, device and dtypes, with their gradients."""
+    kinds: dict[Any, list[tuple[Member, Tensor]]] = {}
+    for member, grad in zip(members, grads, strict=True):
+        matrix = _is_orthogonalized(group, member.origin)
+        dtypes = member.param.dtype, member.state["dual"].dtype, grad.dtype
+        kind = matrix, member.param.device, dtypes, member.whole is None
+        kinds.setdefault(kind, []).append((member, grad))
+    for (matrix, *_), pairs in kinds.items():
+        yield matrix, pairs
+
+
+# Single parameters
+
+
+def _gradient(member: Member, group: Group, scale: Tensor | None) -> Tensor:
+    """Return the gradient in the dtype to compute in; never to be written to."""
+    assert member.grad is not None
+    dtype = compute_dtype(real(member.param), real(member.state["dual"]))
+    grad: Tensor = real(member.grad).to(dtype)
+    if scale is not None:
+        grad = grad / scale.to(grad.device)
+    return -grad if group["maximize"] else grad
+
+
+def _clip(members: list[list[Member]], gradients: list[list[Tensor]], clip: float) -> None:
+    """Replace gradients so that the norm of r = pi + g, over all of them, is at most `clip`."""
+    squares, wholes = [], []
+    for own, grads in zip(members, gradients, strict=True):
+        for member, grad in zip(own, grads, strict=True):
+            r = real(member.state["dual"]).to(grad.dtype) + grad
+            squares.append(torch.linalg.vector_norm(r).double().square())
+            wholes += [] if member.whole is None else [member.whole]
+    if not squares:
+        return
+    total = torch.stack([square.to(squares[0].device) for square in squares]).sum()
+    norm = sharded.summed(total, sharded.groups(wholes)).sqrt()
+    factor = (clip / norm).clamp(max=1)
+    for own, grads in zip(members, gradients, strict=True):
+        for i, (member, grad) in enumerate(zip(own, grads, strict=True)):
+            s = factor.to(grad.device, grad.dtype)
+            # pi + this is s (pi + g).
+            grads[i] = s * grad + (s - 1) * real(member.state["dual"]).to(grad.dtype)
+
+
+def _count(member: Member, keep: Tensor | None) -> Scalar:
+    """Count the step and return how many there were."""
+    step: Tensor = member.state["step"]
+    if keep is None:
+        step.add_(1)
+        return step.item() if step.device.type == "cpu" else step
+    if step.device != keep.device:
+        step = member.state["step"] = step.to(keep.device)
+    # One that has been skipped from the start has nothing to correct for.
+    return step.add_(keep).clamp(min=1)
+
+
+def _shape(member: Member) -> tuple[int, int]:
+    """Return rows and columns of the whole matrix."""
+    whole = member.origin
+    return whole.size(0), whole.numel() // whole.size(0)
+
+
+def _is_orthogonalized(group: Group, param: Tensor) -> bool:
+    return group["matrix"] is not False and is_matrix(param)
+
+
+def _lr(group: Group) -> Scalar:
+    """Return the learning rate, without the dimension that some schedulers' tensors have."""
+    lr: Scalar = group["lr"]
+    if isinstance(lr, Tensor):
+        return lr.reshape(())
+    check_range("lr", lr, 0, high_open=True)
+    return lr
+
+
+def _as(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
+
+
+def _write_back(stored: list[Tensor], computed: list[Tensor], group: Group) -> None:
+    if stored is computed:
+        return
+    for target, value in zip(stored, computed, strict=True):
+        store(target, value, group["stochastic_rounding"])
+
+
+def _check_group(group: Group) -> None:
+    check_range("lr", group["lr"], 0, high_open=True)
+    check_range("momentum", group["momentum"], 0, 1, high_open=True)
+    check_range("weight_decay", group["weight_decay"], 0, high_open=True)
+    check_range("look_ahead", group["look_ahead"], 1, high_open=True)
+    if group["row_beta"] is not None:
+        check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
+    check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
+    check_range("eps", group["eps"], 0, high_open=True)
+    check_count("ns_steps", group["ns_steps"])
+    arguments.check_ns_dtype(group["ns_dtype"])
+    for flag in ("maximize", "capturable", "stochastic_rounding"):
+        check_choice(flag, group[flag], (True, False))
+    for flag in ("foreach", "matrix"):
+        check_choice(flag, group[flag], (None, True, False))
+    arguments.check_dtype("state_dtype", group["state_dtype"])
+
+
+def _check_params(group: Group) -> None:
+    for param in group["params"]:
+        if not (param.is_floating_point() or param.is_complex()):
+            raise ValueError(f"params must be floating point or complex, got {param.dtype}")
+        if group["matrix"] and not is_matrix(param):
+            raise ValueError(
+                "matrix must be None or False for parameters that are not real matrices, "
+                f"got True for one of shape {tuple(param.shape)}"
+            )

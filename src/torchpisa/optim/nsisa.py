@@ -34,7 +34,7 @@ class NSISA(MatrixOptimizer):
 
     That is for matrices, convolutions (flattened to two dimensions) among them. Everything else
     takes SISA's rule in the same consensus. Each parameter group is split into these two kinds; to
-    decide yourself, give groups `orthogonalize=True` or `False`, or let
+    decide yourself, give groups `matrix=True` or `False`, or let
     `torchpisa.optim.param_groups.split(model)` keep embeddings and the output layer from being
     orthogonalised.
 

@@ -3,11 +3,35 @@
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from torchpisa.optim.matrices import is_matrix
+__all__ = ["is_matrix", "looks_like_embedding", "split"]
 
-__all__ = ["split"]
+# Parts of the names that embeddings and output layers have in common libraries.
+_EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head", "output_layer")
+# Rows per column, and rows, from which on a matrix is taken for one: hidden layers are rarely wider
+# than eight times their input.
+_TALL, _MANY = 16, 4096
+
+
+def is_matrix(param: object) -> bool:
+    """Return whether `param` can be orthogonalised: real, two dimensions or more, not empty."""
+    return (
+        isinstance(param, Tensor)
+        and param.dim() >= 2
+        and not param.is_complex()
+        and param.numel() > 0
+    )
+
+
+def looks_like_embedding(name: str | None, param: Tensor) -> bool:
+    """Return whether a matrix seems to be an embedding or an output layer, by name or shape."""
+    if param.dim() != 2:
+        return False
+    if name is not None and any(part in name.lower() for part in _EMBEDDING_NAMES):
+        return True
+    rows, cols = param.shape
+    return rows >= _MANY and rows >= _TALL * cols
 
 
 def split(model: nn.Module, head: str | Iterable[str] | None = None) -> list[dict[str, Any]]:
@@ -20,15 +44,15 @@ def split(model: nn.Module, head: str | Iterable[str] | None = None) -> list[dic
             the last `nn.Linear`. `()` for none.
 
     Returns:
-        Two groups with named parameters, `orthogonalize=True` and `False`; frozen parameters are
+        Two groups with named parameters, `matrix=True` and `False`; frozen parameters are
         left out. Add settings of your own to them, such as `group["weight_decay"] = 0.1`.
     """
     modules = dict(model.named_modules())
     embeddings = [m for m in modules.values() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     apart = {id(p) for m in [*embeddings, *_heads(model, modules, head)] for p in m.parameters()}
     groups: list[dict[str, Any]] = [
-        {"params": [], "orthogonalize": True},
-        {"params": [], "orthogonalize": False},
+        {"params": [], "matrix": True},
+        {"params": [], "matrix": False},
     ]
     for name, param in model.named_parameters():
         if param.requires_grad:

@@ -66,7 +66,7 @@ def test_settings_reach_the_optimizer() -> None:
     group = own.param_groups[0]
     assert (group["dual_decay"], group["nesterov"], group["aspect_scaling"]) == (1.0, True, True)
     assert (group["sigma"], group["rho"]) == ([50.0] * 4, [100.0] * 4)
-    assert all(group["orthogonalize"] for group in own.param_groups)
+    assert all(group["matrix"] for group in own.param_groups)
     assert other.param_groups[0]["lr"] == 3.6e-3
     shapes = {tuple(param.shape) for param in other.param_groups[0]["params"]}
     assert shapes == {(256, 64)}  # the embedding, though it is a matrix

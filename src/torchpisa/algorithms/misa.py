@@ -1,0 +1,100 @@
+r"""MISA: gradients averaged in the dual, preconditioned at the consensus. Ours, not the paper's.
+
+The local step is PISA's with \(\rho_i Q_i = \frac{\mu}{1 - \mu} \sigma_i I\), which makes each
+dual minus an exponential average of its batch's gradients, free of sigma. All preconditioning
+happens where the batches have been added up, so what they disagree on cancels first. One round:
+
+    r     = pi + sum(a_i * g_i)
+    delta = average(r, mu)                       # -(1 - mu) r
+    u     = look_ahead(pi, delta, c)             # pi + c delta; c = 2 in the paper
+    pi    = pi + delta
+    w     = move(w, P(u), lr, weight_decay)
+
+With every batch present, m duals hold nothing that their weighted sum does not, so `pi` is one dual
+for all of them. P may be anything that vanishes only at zero and is a descent direction:
+
+- a matrix is orthogonalised, then each row is divided by its running root mean square
+  (`normalize_rows`), which gives its entries the root mean square that AdamW's steps have;
+- everything else is divided, entry by entry, by the running root mean square of r
+  (`scale_entries`): of the gradient less its average, as in AdaBelief (Zhuang et al., 2020).
+
+With c = 1 + mu and rows left as they are (`match_rms`), the rule for matrices is Muon (Jordan et
+al., 2024) with Nesterov momentum. Normalised rows are NorMuon's idea (Li et al., 2025).
+"""
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms.pisa import Scalar
+
+__all__ = ["RMS", "average", "look_ahead", "match_rms", "move", "normalize_rows", "scale_entries"]
+
+# Root mean square of AdamW's steps, by which one learning rate serves matrices and vectors alike
+# (Liu et al., 2025).
+RMS = 0.2
+
+
+def average(r: Tensor, mu: float) -> Tensor:
+    r"""Return \(\delta = -(1 - \mu)\, r\) for the residual \(r = \pi + \sum_i \alpha_i g_i\)."""
+    return (mu - 1) * r
+
+
+def look_ahead(dual: Tensor, delta: Tensor, c: float) -> Tensor:
+    r"""Return \(U = \pi + c\,\delta\), with the dual before its update.
+
+    c = 2 is the paper's consensus, \(1 + \mu\) Nesterov momentum, 1 heavy ball.
+    """
+    return dual + c * delta
+
+
+def match_rms(o: Tensor, rows: int, cols: int) -> Tensor:
+    r"""Return \(0.2 \sqrt{\max(\mathrm{rows}, \mathrm{cols})}\, o\) for an orthogonal matrix."""
+    scale: float = RMS * max(rows, cols) ** 0.5
+    return scale * o
+
+
+def normalize_rows(
+    o: Tensor, squares: Tensor, rows: Tensor, step: Scalar, beta: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    r"""Divide each row of an orthogonal matrix by its running root mean square.
+
+    Args:
+        o: the matrix.
+        squares: mean square of each of its rows, (rows, 1).
+        rows: averages of these over time.
+        step: how often they were updated, this time included.
+        beta: how much of the averages is kept.
+        eps: added to the roots.
+
+    Returns:
+        The matrix, whose entries have the root mean square 0.2 over time, and the new averages.
+    """
+    rows = beta * rows + (1 - beta) * squares
+    return RMS * o / ((rows / (1 - beta**step)).sqrt() + eps), rows
+
+
+def scale_entries(
+    u: Tensor, r: Tensor, moment: Tensor, step: Scalar, beta: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    r"""Divide each entry of u by the running root mean square of r.
+
+    Args:
+        u: \(U\).
+        r: the residual.
+        moment: average of \(r \odot r\).
+        step: how often it was updated, this time included.
+        beta: how much of the average is kept.
+        eps: added to the root.
+
+    Returns:
+        The quotient and the new average.
+    """
+    moment = beta * moment + (1 - beta) * r * r
+    return u / ((moment / (1 - beta**step)).sqrt() + eps), moment
+
+
+def move(w: Tensor, p: Tensor, lr: Scalar, weight_decay: float) -> Tensor:
+    r"""Return \((1 - \mathrm{lr}\,\lambda)\, w + \mathrm{lr}\, P(U)\): decay as AdamW has it."""
+    if isinstance(lr, Tensor):
+        lr = lr.to(w.device)
+    return torch.add(w * (1 - lr * weight_decay) if weight_decay else w, lr * p)
