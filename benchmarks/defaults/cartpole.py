@@ -27,7 +27,7 @@ def starts(count: int, random: torch.Generator) -> Tensor:
 
 def move(state: Tensor, push: Tensor) -> Tensor:
     """Return the states after pushing every cart to the left (0) or to the right (1)."""
-    position, speed, angle, turning = state.unbind(1)
+    _, speed, angle, turning = state.unbind(1)
     cart, pole, half_length, gravity, tick = 1.0, 0.1, 0.5, 9.8, 0.02
     sine, cosine = angle.sin(), angle.cos()
     force = 20.0 * push - 10.0
@@ -110,12 +110,8 @@ class Player:
             advantage = surprise + DISCOUNT * SMOOTHING * stays * advantage
             advantages.insert(0, advantage)
         gained = torch.stack(advantages)
-        columns = (torch.stack(t) for t in (states, pushes, chances))
-        return (
-            *(c.flatten(0, 1) for c in columns),
-            gained.flatten(),
-            (gained + values[:-1]).flatten(),
-        )
+        rows = *(torch.stack(t) for t in (states, pushes, chances)), gained, gained + values[:-1]
+        return tuple(row.flatten(0, 1) for row in rows)
 
     def step(self, update: Update) -> None:
         """Play, and learn from it in `EPOCHS` rounds of `PARTS` batches."""

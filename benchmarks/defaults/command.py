@@ -31,7 +31,6 @@ def main(arguments: list[str]) -> None:
         choices=names,
         default=names,
         metavar="OPTIMIZER",
-        help=f"{names}",
     )
     schedules = list(run.SCHEDULES)
     add("--schedules", nargs="+", choices=schedules, default=schedules)

@@ -18,6 +18,7 @@ Each trains for seconds on one core. A learning rate that suits all of them does
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ __all__ = ["TASKS"]
 def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Return linear layers with activations between them."""
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), activation()]
     return nn.Sequential(*layers[:-1])
 
@@ -383,7 +384,7 @@ def _trained() -> nn.Sequential:
 
 @task("judge", "cross-entropy", steps=1200)
 def lora(seed: int) -> Problem:
-    """Changes of rank 4 that teach a frozen classifier of digits to read negatives on their side."""
+    """Changes of rank 4 that teach a frozen classifier of digits to read turned negatives."""
 
     def turned(x: Tensor) -> Tensor:
         return 1 - x.view(-1, 8, 8).rot90(1, (1, 2)).flatten(1)
@@ -411,7 +412,8 @@ def _codes(half: int) -> tuple[dict[str, Tensor], int]:
 def _characters(seed: int, model: nn.Module, half: int, context: int = 64) -> Problem:
     parts, _ = _codes(half)
     codes, offsets = torch.cat(list(parts.values())), torch.arange(context + 1)
-    places = dict(zip(parts, torch.arange(len(codes)).split([len(c) for c in parts.values()])))
+    lengths = [len(part) for part in parts.values()]
+    places = dict(zip(parts, torch.arange(len(codes)).split(lengths), strict=True))
     starts = {k: place[: -context - 1] for k, place in places.items()}
     for split, most in (("validation", 100), ("test", 250)):
         starts[split] = starts[split][::context][:most]  # they do not overlap
