@@ -3,6 +3,7 @@
 import sys
 
 from benchmarks import diagnostics, federated, step, step_figure
+from benchmarks.defaults import command as defaults
 from benchmarks.distributed import command as distributed
 from benchmarks.distributed import report as distributed_report
 
@@ -11,6 +12,7 @@ COMMANDS = {
     "figure": step_figure.main,
     "diagnostics": diagnostics.main,
     "federated": federated.main,
+    "defaults": defaults.main,
     "distributed": distributed.main,
     "distributed-figure": distributed_report.main,
 }

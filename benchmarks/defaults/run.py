@@ -1,0 +1,266 @@
+"""Train every task with every optimizer, schedule and seed, one JSON line a run."""
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import torchpisa
+from benchmarks import environment
+from benchmarks.defaults.tasks import TASKS
+from torchpisa.optim import param_groups
+
+__all__ = ["OPTIMIZERS", "OURS", "RATES", "SCHEDULES", "Key", "missing", "read", "run", "train"]
+
+Run = dict[str, Any]
+MEASUREMENTS = 10  # of validation, over a training
+
+
+class Key(NamedTuple):
+    """What tells runs apart."""
+
+    task: str
+    optimizer: str
+    schedule: str
+    seed: int
+
+
+# Optimizers
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _adamw(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(_trainable(model), lr=lr)]
+
+
+def _muon(model: nn.Module, **settings: Any) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices; AdamW for embeddings, the output layer, vectors and kernels."""
+    hidden = {
+        id(param)
+        for group in param_groups.split(model)
+        for _, param in group["params"]
+        if group["orthogonalize"] and param.ndim == 2
+    }
+    matrices = [param for param in _trainable(model) if id(param) in hidden]
+    rest = [param for param in _trainable(model) if id(param) not in hidden]
+    muon = [torch.optim.Muon(matrices, **settings)] if matrices else []
+    return [*muon, *([torch.optim.AdamW(rest)] if rest else [])]
+
+
+def _ours(cls: Callable[..., torch.optim.Optimizer], model: nn.Module) -> list[Any]:
+    return [cls(_trainable(model))]
+
+
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+OURS = ("sisa", "nsisa", "misa")
+# Each makes the optimizers of a model, as somebody would who has read no more than the signature.
+# muon-rms is Muon as its documentation advises those who come with a learning rate of AdamW.
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
+    "sisa": partial(_ours, torchpisa.SISA),
+    "nsisa": partial(_ours, torchpisa.NSISA),
+    "misa": partial(_ours, torchpisa.MISA),
+    **{f"adamw-{lr:g}": partial(_adamw, lr=lr) for lr in RATES},
+    "muon": _muon,
+    "muon-rms": partial(_muon, adjust_lr_fn="match_rms_adamw"),
+}
+# What lr is multiplied by, from the share of the training that is over.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda over: 1.0,
+    "cosine": lambda over: (1 + math.cos(math.pi * min(over, 1.0))) / 2,
+}
+
+
+def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, Any]]:
+    """Return the defaults of optimizers, by class, as far as JSON can say them."""
+    plain = (bool, int, float, str, type(None))
+
+    def said(value: Any) -> Any:
+        return value if isinstance(value, plain) and value != math.inf else str(value)
+
+    return {
+        type(opt).__name__: {name: said(value) for name, value in opt.defaults.items()}
+        for opt in optimizers
+    }
+
+
+@cache
+def current_settings(optimizer: str) -> dict[str, dict[str, Any]]:
+    """Return the defaults that an optimizer has today."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return settings_of(OPTIMIZERS[optimizer](model))
+
+
+# One run
+
+
+def train(key: Key, fraction: float = 1.0) -> Run:
+    """Train once, and measure.
+
+    Args:
+        key: what to train.
+        fraction: of the task's steps.
+    """
+    torch.set_num_threads(1)
+    start, task = time.process_time(), TASKS[key.task]  # one thread: seconds of one core
+    steps = max(1, round(fraction * task.steps))
+    torch.manual_seed(key.seed)
+    problem = task.make(key.seed)
+    measured = sorted({round(steps * (i + 1) / MEASUREMENTS) for i in range(MEASUREMENTS)} - {0})
+    splits = ("validation", "test") if task.averaged else ("validation",)
+    curves: dict[str, list[float]] = {"validation": [], "test": []}
+    untrained, finite = problem.measure("validation"), True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizers = [OPTIMIZERS[key.optimizer](module) for module in problem.modules]
+        factor = SCHEDULES[key.schedule]
+        schedulers = [
+            LambdaLR(opt, lambda step: factor(step / steps)) for own in optimizers for opt in own
+        ]
+
+        def update(loss: Tensor, module: int = 0) -> None:
+            if not math.isfinite(loss.item()):
+                raise FloatingPointError(f"loss is {loss.item()}")
+            for opt in optimizers[module]:
+                opt.zero_grad()
+            loss.backward()
+            for opt in optimizers[module]:
+                opt.step()
+
+        try:
+            for step in range(1, steps + 1):
+                problem.step(update)
+                for scheduler in schedulers:
+                    scheduler.step()
+                if step in measured:
+                    for split in splits:
+                        curves[split].append(problem.measure(split))
+            if not task.averaged:
+                curves["test"].append(problem.measure("test"))
+        except FloatingPointError:
+            finite = False
+    ends = [curve[-1] for curve in curves.values() if curve]
+    finite = finite and all(map(math.isfinite, ends))
+
+    def score(curve: list[float]) -> float | None:
+        value = sum(curve) / len(curve) if task.averaged and curve else curve[-1] if curve else None
+        return value if finite and value is not None and math.isfinite(value) else None
+
+    return {
+        **key._asdict(),
+        "settings": current_settings(key.optimizer),
+        "steps": steps,
+        "validation": score(curves["validation"]),
+        "test": score(curves["test"]),
+        "untrained": untrained,
+        "trivial": problem.trivial,
+        # Worse than before the training, and worse than a model that knows nothing.
+        "diverged": not finite or curves["test"][-1] > max(problem.trivial, untrained),
+        "curve": [value if math.isfinite(value) else None for value in curves["validation"]],
+        "warnings": sorted({str(warning.message) for warning in caught}),
+        "seconds": round(time.process_time() - start, 2),
+    }
+
+
+def _train_or_explain(key: Key, fraction: float) -> Run:
+    """Train once; an error of one run must not end the others."""
+    try:
+        return train(key, fraction)
+    except Exception as error:
+        settings = current_settings(key.optimizer)
+        problem = f"{type(error).__name__}: {error}"
+        return {**key._asdict(), "settings": settings, "error": problem, "diverged": True}
+
+
+# Many runs
+
+
+def read(path: Path) -> list[Run]:
+    """Return the runs in a file, of those with the same key the last; without a torn last line."""
+    runs: dict[Key, Run] = {}
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError:  # the machine went away while it was written
+            continue
+        runs[Key(*(found[field] for field in Key._fields))] = found
+    return list(runs.values())
+
+
+def missing(keys: Iterable[Key], runs: Iterable[Run], fraction: float = 1.0) -> Iterator[Key]:
+    """Yield the keys without a run, or with one that failed or had other settings or steps."""
+    done = {Key(*(found[field] for field in Key._fields)): found for found in runs}
+    for key in keys:
+        found = done.get(key, {"error": "not run"})
+        steps = max(1, round(fraction * TASKS[key.task].steps))
+        if (
+            "error" in found
+            or found["settings"] != current_settings(key.optimizer)
+            or found["steps"] != steps
+        ):
+            yield key
+
+
+def run(
+    keys: Iterable[Key],
+    path: Path,
+    jobs: int,
+    limit_seconds: float = math.inf,
+    fraction: float = 1.0,
+) -> int:
+    """Train in processes of their own, append a line for each; return how many were left undone.
+
+    Args:
+        keys: what to train.
+        path: where lines go.
+        jobs: processes.
+        limit_seconds: after which no run begins.
+        fraction: of the steps.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes: they are one per core
+    start, waiting = time.monotonic(), list(keys)
+    total, done, running = len(waiting), 0, set[Future[Run]]()
+    where = {"cpu": environment.device_name("cpu"), "versions": environment.versions()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = path.is_file() and not path.read_bytes().endswith(b"\n")
+    with (
+        path.open("a") as file,
+        ProcessPoolExecutor(min(jobs, max(1, total)), get_context("spawn")) as pool,
+    ):
+        file.write("\n" if torn else "")
+        while running or waiting:
+            late = time.monotonic() - start > limit_seconds
+            while waiting and not late and len(running) < jobs:
+                running.add(pool.submit(_train_or_explain, waiting.pop(0), fraction))
+            if not running:
+                break
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                result = future.result()
+                file.write(json.dumps({**result, **where}) + "\n")
+                file.flush()
+                done += 1
+                print(f"{done}/{total} {_describe(result)}", flush=True)
+    return len(waiting)
+
+
+def _describe(result: Run) -> str:
+    name = " ".join(str(result[field]) for field in Key._fields)
+    if "error" in result:
+        return f"{name}: {result['error']}"
+    return f"{name}: {'diverged' if result['diverged'] else result['test']} ({result['seconds']} s)"
