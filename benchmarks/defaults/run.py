@@ -53,7 +53,7 @@ def _muon(model: nn.Module, **settings: Any) -> list[torch.optim.Optimizer]:
         id(param)
         for group in param_groups.split(model)
         for _, param in group["params"]
-        if group["orthogonalize"] and param.ndim == 2
+        if group["matrix"] and param.ndim == 2
     }
     matrices = [param for param in _trainable(model) if id(param) in hidden]
     rest = [param for param in _trainable(model) if id(param) not in hidden]
