@@ -7,21 +7,46 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-from torchpisa import MISA, NSISA, SISA
+from torchpisa import NSISA, PISA, SISA
+from torchpisa.optim.param_groups import is_matrix
+from torchpisa.preconditioners import SecondMoment, Spectral, SpectralConsensus
 
 Weights = list[Tensor]
+
+
+def spectral(
+    params: Any,
+    *,
+    sisa_sigma: Any,
+    sisa_rho: Any,
+    local: bool = False,
+    aspect_scaling: bool = False,
+    eta: float = float("inf"),
+    **more: Any,
+) -> PISA:
+    """PISA with a spectral rule for matrices, at the consensus or local, and SISA's for the rest."""
+    params = list(params)
+    rule = Spectral(eta, aspect_scaling=aspect_scaling)
+    rest = {"preconditioner": SecondMoment(), "sigma": sisa_sigma, "rho": sisa_rho}
+    matrices = {"preconditioner": rule if local else SpectralConsensus(0.95, rule)}
+    groups = [
+        {"params": [p for p in params if is_matrix(p)], **matrices},
+        {"params": [p for p in params if not is_matrix(p)], **rest},
+    ]
+    return PISA(groups, **more)
+
 
 # Everything is different for every node, so that nothing can be mixed up unnoticed.
 NODES = range(4)
 SIGMA = {
     SISA: [3.0, 2.5, 4.0, 3.5],
     NSISA: [80.0, 90.0, 70.0, 85.0],
-    MISA: [3.0, 2.5, 4.0, 3.5],
+    spectral: [3.0, 2.5, 4.0, 3.5],
 }
 RHO = {
     SISA: [20.0, 30.0, 15.0, 25.0],
     NSISA: [100.0, 80.0, 90.0, 110.0],
-    MISA: [2.0, 3.0, 1.5, 2.5],
+    spectral: [2.0, 3.0, 1.5, 2.5],
 }
 GAMMA = [0.999, 0.99, 1.0, 0.995]
 SIZE = [1, 3, 2, 5]

@@ -26,10 +26,11 @@ from tests.distributed.problem import (
     identical,
     network,
     settings,
+    spectral,
     weights,
 )
 from tests.distributed.processes import run
-from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa import NSISA, PISA, SISA
 from torchpisa.distributed import attach, export, latest, load, remap, save, shard
 from torchpisa.optim import rounds
 from torchpisa.preconditioners import Identity, SecondMoment
@@ -218,7 +219,7 @@ def test_resumes_bit_for_bit(layout: Layout, make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batches", [1, 3])
-@pytest.mark.parametrize("make", [SISA, NSISA, MISA])
+@pytest.mark.parametrize("make", [SISA, NSISA, spectral])
 def test_resumes_in_one_process(make: Any, batches: int, tmp_path: Path) -> None:
     loaded, after, _, _ = resumed(Layout("alone", batches=batches), make, tmp_path / "c")
     assert (loaded, after) == (True, True)
@@ -257,7 +258,7 @@ OLD = {
     "two": (Layout("plain", replicas=2), NSISA, 3),
     "open": (Layout("plain", replicas=2, batches=2), SISA, 5),
     "open nsisa": (Layout("plain", replicas=2, batches=2), NSISA, 5),
-    "open misa": (Layout("plain", replicas=2, batches=2), MISA, 5),
+    "open spectral": (Layout("plain", replicas=2, batches=2), spectral, 5),
     "hsdp": (Layout("hsdp", replicas=2, shards=2), SISA, 4),
     "open hsdp": (Layout("hsdp", replicas=2, shards=2, batches=2), NSISA, 5),
     "alone": (Layout("alone", batches=3), SISA, 8),

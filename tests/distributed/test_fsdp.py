@@ -18,15 +18,16 @@ from tests.distributed.problem import (
     identical,
     network,
     settings,
+    spectral,
     together,
     weights,
 )
 from tests.distributed.processes import run
 from tests.distributed.test_process_group import TOLERANCE
-from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa import NSISA, PISA, SISA
 from torchpisa.distributed import shard
 from torchpisa.kernels import newton_schulz, sharded
-from torchpisa.preconditioners import SecondMoment
+from torchpisa.preconditioners import SecondMoment, Spectral
 
 
 def whole(model: nn.Module) -> Any:
@@ -71,10 +72,10 @@ def test_hsdp_equals_one_process(make: Any, dtype: torch.dtype) -> None:
         (NSISA, {"clip": 0.7}),
         (NSISA, {"foreach": False}),
         (NSISA, {"nesterov": True, "aspect_scaling": True}),
-        (MISA, {"clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
-        (MISA, {"foreach": False}),
-        (MISA, {"at": "local", "clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
-        (MISA, {"at": "local", "foreach": False}),
+        (spectral, {"clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
+        (spectral, {"foreach": False}),
+        (spectral, {"local": True, "clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
+        (spectral, {"local": True, "foreach": False}),
     ],
     ids=str,
 )
@@ -97,7 +98,7 @@ def fully_sharded(make: Any, **more: Any) -> Any:
     return whole(model)
 
 
-@pytest.mark.parametrize("make", [SISA, NSISA, MISA])
+@pytest.mark.parametrize("make", [SISA, NSISA, spectral])
 def test_fsdp_equals_one_process(make: Any) -> None:
     assert difference(run(fully_sharded, 3, make), alone(make, 2, 10)) <= 1e-10
 
@@ -106,7 +107,7 @@ def averages_of_shards() -> None:
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ValueError, match=r"average must be 0 for sharded parameters, got 0\.9"):
-        MISA(model.parameters(), at="local", average=0.9)
+        PISA([model[0].weight], Spectral(average=0.9))
 
 
 def test_averages_of_shards_are_refused() -> None:

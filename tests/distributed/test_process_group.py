@@ -22,11 +22,12 @@ from tests.distributed.problem import (
     identical,
     network,
     settings,
+    spectral,
     together,
     weights,
 )
 from tests.distributed.processes import RankError, run
-from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa import NSISA, PISA, SISA
 from torchpisa.preconditioners import SecondMoment
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -75,7 +76,7 @@ def test_equals_one_process_with(more: dict[str, Any]) -> None:
     assert difference(run(trained, 2, SISA, 10, torch.float64, **more), expected) <= 1e-12
 
 
-@pytest.mark.parametrize("make", [SISA, NSISA, MISA])
+@pytest.mark.parametrize("make", [SISA, NSISA, spectral])
 def test_several_batches_per_rank(make: Any) -> None:
     results = run(trained, 2, make, 30, torch.float64, per_rank=2)
     assert identical(results)

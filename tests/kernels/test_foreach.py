@@ -62,20 +62,10 @@ misa = st.tuples(
     st.just(MISA),
     st.fixed_dictionaries(
         {
-            "at": st.just("local"),
-            "average": st.sampled_from([0.0, 0.9]),
-            "eta": st.sampled_from([0.3, math.inf]),
-            "aspect_scaling": st.booleans(),
-        }
-    ),
-)
-misa_at_the_consensus = st.tuples(
-    st.just(MISA),
-    st.fixed_dictionaries(
-        {
             "momentum": st.sampled_from([0.0, 0.9]),
-            "eta": st.sampled_from([0.3, math.inf]),
-            "aspect_scaling": st.booleans(),
+            "look_ahead": st.sampled_from([1.0, 2.0]),
+            "row_beta": st.sampled_from([None, 0.0, 0.95]),
+            "ns_dtype": st.none(),
         }
     ),
 )
@@ -85,7 +75,7 @@ tensors = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(pisa | sisa | nsisa | misa | misa_at_the_consensus, common, tensors, st.integers(0, 2**16))
+@given(pisa | sisa | nsisa | misa, common, tensors, st.integers(0, 2**16))
 def test_foreach_equals_loop(kind, common, tensors, seed):
     cls, own = kind
     if cls is NSISA:
@@ -131,7 +121,7 @@ def test_foreach_equals_loop_closely(cls, batches, dtype):
     for foreach in (False, True):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(s, dtype=dtype)) for s in SHAPES if s != (0,)]
-        own = {"ns_dtype": None} if cls is NSISA else {}
+        own = {"ns_dtype": None} if cls in (NSISA, MISA) else {}
         opt = cls(params, foreach=foreach, batches=batches, weight_decay=0.01, **own)
         for _ in range(20):
             for p in params:

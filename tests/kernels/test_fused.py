@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.kernels.test_foreach import SHAPES, TOLERANCE, nsisa, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
-from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa import NSISA, PISA, SISA
 from torchpisa.kernels import fused, table
 from torchpisa.kernels.optional import without_triton
-from torchpisa.preconditioners import Hessian
+from torchpisa.preconditioners import Hessian, SpectralConsensus
 
 pytest.importorskip("triton")
 if without_triton() is not None:
@@ -315,7 +315,7 @@ def test_a_consensus_with_a_proximal_term_is_left_to_others():
     results = []
     for own in ({}, {"foreach": False}):
         params = parameters([(40, 30), (7,)])
-        opt = MISA(params, batches=2, method="auto", **own)
+        opt = PISA(params, SpectralConsensus(), sigma=0.1, batches=2, **own)
         for k in range(6):
             give_gradients(params, k)
             opt.step()

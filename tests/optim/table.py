@@ -22,6 +22,11 @@ class Entry:
     def __call__(self, params: Any, **more: Any) -> Any:
         return self.make(params, **{**self.settings, **more})
 
+    def without_initial_consensus(self, params: Any, **more: Any) -> Any:
+        """Make one that leaves the weights as they are."""
+        skip = {"initial_consensus": False} if "initial_consensus" in self.settings else {}
+        return self(params, **skip, **more)
+
 
 ENTRIES = [
     Entry("pisa", PISA, {"sigma": 2.0, "rho": 3.0}),
@@ -53,23 +58,13 @@ ENTRIES = [
         NSISA,
         {"batches": 2, "nesterov": True, "aspect_scaling": True, "ns_dtype": None},
     ),
-    Entry("misa", MISA, {"sigma": 1.0, "rho": 10.0, "ns_dtype": None}),
+    Entry("misa", MISA, {"ns_dtype": None}),
     Entry(
         "misa-m2",
         MISA,
         {
-            **{"sigma": [1.0, 2.0], "rho": [3.0, 5.0], "batches": 2, "momentum": 0.5},
-            **{"aspect_scaling": True, "eta": 2.0, "consensus_decay": 0.02},
-        },
-    ),
-    # sigma as a curvature of 2 needs it: near a minimum nothing else damps the memoryless form.
-    Entry("misa-local", MISA, {"at": "local", "sigma": 3.0, "rho": 10.0}),
-    Entry(
-        "misa-local-m2",
-        MISA,
-        {
-            **{"at": "local", "sigma": 3.0, "batches": 2, "average": 0.9},
-            **{"aspect_scaling": True, "eta": 2.0},
+            **{"batches": 2, "weights": [1, 2], "row_beta": None, "momentum": 0.5, "clip": 0.7},
+            **{"look_ahead": 1.5, "weight_decay": 0.1, "ns_dtype": None},
         },
     ),
 ]
@@ -140,15 +135,12 @@ BAD_OWN = {
         BadInput({"sisa_rho": -1.0}, r"sisa_rho must be a finite number >= 0, got -1\.0"),
     ],
     MISA: [
-        BadInput({"eta": 0.0}, r"eta must be a number > 0, got 0\.0"),
-        BadInput({"average": 1.0}, r"average must be in \[0, 1\), got 1\.0"),
-        BadInput({"average": True}, r"average must be in \[0, 1\), got True"),
-        BadInput({"average": 0.9}, r"average must be 0 at the consensus.* got 0\.9"),
-        BadInput({"at": "server"}, r"at must be one of 'consensus', 'local', got 'server'"),
-        BadInput({"method": ""}, r"method must be one of 'auto', .*, got ''"),
         BadInput({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1\.0"),
-        BadInput({"momentum": 0.9, "at": "local"}, r"momentum must be None with at='local', got"),
-        BadInput({"aspect_scaling": "x"}, r"aspect_scaling must be one of True, False, got 'x'"),
-        BadInput({"sisa_sigma": 0.0}, r"sisa_sigma must be a finite number > 0, got 0\.0"),
+        BadInput({"look_ahead": 0.9}, r"look_ahead must be a finite number >= 1, got 0\.9"),
+        BadInput({"row_beta": 1.0}, r"row_beta must be in \[0, 1\), got 1\.0"),
+        BadInput({"beta": 0.0}, r"beta must be in \(0, 1\), got 0\.0"),
+        BadInput({"eps": -1e-8}, r"eps must be a finite number >= 0, got -1e-08"),
+        BadInput({"ns_steps": 0}, r"ns_steps must be an integer >= 1, got 0"),
+        BadInput({"ns_dtype": torch.int8}, r"ns_dtype must be a real floating dtype.* got torch"),
     ],
 }

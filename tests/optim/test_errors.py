@@ -1,6 +1,7 @@
 """Wrong input: a message with the argument, its value and what is legal, and nothing changed."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -35,7 +36,17 @@ def stepped(entry, steps=1):
     return p, opt
 
 
-CASES = [(cls, bad) for cls in (PISA, SISA, NSISA, MISA) for bad in [*BAD_COMMON, *BAD_OWN[cls]]]
+def takes(cls, settings):
+    """MISA has no sigma, rho and gamma; that it refuses them is Python's business."""
+    return cls is not MISA or settings.keys() <= inspect.signature(cls).parameters.keys()
+
+
+CASES = [
+    (cls, bad)
+    for cls in (PISA, SISA, NSISA, MISA)
+    for bad in [*BAD_COMMON, *BAD_OWN[cls]]
+    if takes(cls, bad.settings)
+]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +65,8 @@ def test_bad_group_is_refused_and_nothing_added(entry):
     before = snapshot(opt)
     new = nn.Parameter(torch.ones(2, 2))
     for bad, message in [
-        ({"sigma": -1.0}, "sigma must be"),
-        ({"rhoo": 1.0}, r"unknown argument rhoo=1\.0 for a parameter group; did you mean 'rho'"),
+        ({"lr": -1.0}, "lr must be"),
+        ({"bta": 1.0}, r"unknown argument bta=1\.0 for a parameter group"),
         ({"batches": 7}, r"batches must be the same for all parameter groups \(\d\), got 7"),
         ({"clip": 3.0}, "clip must be the same for all parameter groups"),
         ({"params": [nn.Parameter(torch.ones(2).long(), requires_grad=False)]}, "params must be"),

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchpisa import MISA, PISA, SISA
+from torchpisa import PISA
 from torchpisa.algorithms.spectral import by_svd
 from torchpisa.kernels import resolvent
-from torchpisa.optim.param_groups import split
 from torchpisa.preconditioners import LocalProblem, Spectral
 
 
@@ -96,7 +95,7 @@ def test_averages_are_saved_and_resumed():
     def made():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
-        return model, MISA(model.parameters(), at="local", average=0.9, batches=2)
+        return model, PISA([model[0].weight, model[1].weight], Spectral(average=0.9), batches=2)
 
     def train(model, opt, start, stop):
         for k in range(start, stop):
@@ -115,27 +114,9 @@ def test_averages_are_saved_and_resumed():
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(p, q)
     with pytest.raises(ValueError, match="state_dict must have"):
-        MISA(two.parameters(), at="local", batches=2).load_state_dict(opt.state_dict())
-
-
-def test_misa_splits_as_nsisa_does():
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 3))
-    plain = MISA(model.parameters(), sigma=5.0, sisa_sigma=0.7)
-    assert [group["sigma"] for group in plain.param_groups] == [[5.0], [0.7]]
-    assert [len(group["params"]) for group in plain.param_groups] == [3, 2]
-    assert len(MISA(split(model)).param_groups[0]["params"]) == 1
-    assert set(plain.state[model[1].weight]) == {"dual.0", "step.0", "arrived"}
-    assert "moment.0" in plain.state[model[1].bias]
-    # What is not a matrix steps as in SISA.
-    biases = [[], []]
-    for found, make in zip(biases, (MISA, SISA), strict=True):
-        b = nn.Parameter(torch.ones(3))
-        opt = make([b])
-        for k in range(5):
-            b.grad = b.detach() + k
-            opt.step()
-            found.append(b.detach().clone())
-    assert torch.equal(torch.stack(biases[0]), torch.stack(biases[1]))
+        PISA([two[0].weight, two[1].weight], Spectral(), batches=2).load_state_dict(
+            opt.state_dict()
+        )
 
 
 @pytest.mark.parametrize("settings", [{}, {"average": 0.9}, {"eta": 0.1}])
@@ -144,7 +125,7 @@ def test_finds_the_minimum_of_batches_that_differ(settings):
     generator = torch.Generator().manual_seed(0)
     targets = torch.randn(3, 4, 6, dtype=torch.float64, generator=generator)
     w = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
-    opt = MISA([w], at="local", sigma=3.0, rho=1.0, batches=3, gamma=0.9995, **settings)
+    opt = PISA([w], Spectral(**settings), sigma=3.0, rho=1.0, batches=3, gamma=0.9995)
     for _ in range(1500):
         for target in targets:
             w.grad = w.detach() - target

@@ -1,14 +1,21 @@
-"""A consensus by singular values: MISA against the formulas, and what follows from them."""
+"""A consensus by singular values: SpectralConsensus against the formulas, in PISA."""
+
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from torchpisa import MISA, PISA
+from torchpisa import PISA
 from torchpisa.preconditioners import Spectral, SpectralConsensus
 from torchpisa.theory import LeastSquares, certify
 
 DOUBLE = {"dtype": torch.float64}
+
+
+def consensus(params, *, momentum=0.95, method="smooth", eta=math.inf, scaling=False, **more):
+    rule = Spectral(eta, aspect_scaling=scaling, method="auto" if eta < math.inf else method)
+    return PISA(params, SpectralConsensus(momentum, rule), **more)
 
 
 def by_hand(targets, curvatures, w, *, sigmas, rhos, alphas, mu, lr, decay, scale, rounds):
@@ -40,10 +47,10 @@ def test_is_the_formula(shape, decay, foreach):
         **{"sigmas": sigmas, "rhos": rhos, "alphas": [1 / 6, 2 / 6, 3 / 6], "mu": 0.8},
         **{"lr": 0.7, "decay": decay, "scale": max(1, shape[0] / shape[1]) ** 0.5, "rounds": 30},
     )
-    opt = MISA(
+    opt = consensus(
         *([w],),
         **{"sigma": sigmas, "rho": rhos, "batches": 3, "weights": weights, "momentum": 0.8},
-        **{"lr": 0.7, "consensus_decay": decay, "aspect_scaling": True, "foreach": foreach},
+        **{"lr": 0.7, "consensus_decay": decay, "scaling": True, "foreach": foreach},
         method="svd",
     )
     for _ in range(30):
@@ -58,7 +65,7 @@ def test_batches_are_added_up_before_anything_is_preconditioned():
     targets = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1), **DOUBLE)
     one, four = (nn.Parameter(torch.zeros(5, 3, **DOUBLE)) for _ in range(2))
     settings = {"sigma": 0.5, "rho": 3.0}
-    single, several = MISA([one], **settings), MISA([four], batches=4, **settings)
+    single, several = consensus([one], **settings), consensus([four], batches=4, **settings)
     for _ in range(25):
         one.grad = one.detach() - targets.mean(0)
         single.step()
@@ -72,7 +79,7 @@ def test_is_muon_where_singular_values_are_large():
     """Orthogonalised momentum in Nesterov's form, with 1/rho as learning rate."""
     generator = torch.Generator().manual_seed(2)
     w = nn.Parameter(torch.zeros(4, 6, **DOUBLE))
-    opt = MISA([w], sigma=1e-9, rho=50.0, momentum=0.9, method="svd")
+    opt = consensus([w], sigma=1e-9, rho=50.0, momentum=0.9, method="svd")
     expected, average = w.detach().clone(), torch.zeros(4, 6, **DOUBLE)
     for _ in range(20):
         g = torch.randn(4, 6, generator=generator, **DOUBLE)
@@ -93,7 +100,7 @@ def test_finds_the_minimum_of_batches_that_differ(settings):
     curvatures = torch.tensor([0.2, 1.0, 3.0], **DOUBLE)
     best = (curvatures.view(3, 1, 1) * targets).sum(0) / curvatures.sum()
     w = nn.Parameter(torch.zeros(4, 6, **DOUBLE))
-    opt = MISA([w], sigma=3.0, rho=5.0, batches=3, **settings)
+    opt = consensus([w], sigma=3.0, rho=5.0, batches=3, **settings)
     for _ in range(600):
         for target, curvature in zip(targets, curvatures, strict=True):
             w.grad = curvature * (w.detach() - target)
@@ -104,7 +111,7 @@ def test_finds_the_minimum_of_batches_that_differ(settings):
 def test_absent_batches_stay_in_the_sum():
     targets = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(3), **DOUBLE)
     w = nn.Parameter(torch.zeros(4, 6, **DOUBLE))
-    opt = MISA([w], sigma=2.0, rho=5.0, momentum=0.5, batches=3)
+    opt = consensus([w], sigma=2.0, rho=5.0, momentum=0.5, batches=3)
     for k in range(1500):
         for i, target in enumerate(targets):
             if (k + i) % 4 == 0:
@@ -113,21 +120,6 @@ def test_absent_batches_stay_in_the_sum():
             w.grad = w.detach() - target
             opt.step()
     torch.testing.assert_close(w.detach(), targets.mean(0), rtol=0, atol=1e-6)
-
-
-def test_works_in_pisa_too():
-    ends = []
-    for make in (
-        lambda p: MISA(p, sigma=0.5, rho=2.0, momentum=0.7, method="auto"),
-        lambda p: PISA(p, sigma=0.5, rho=2.0, preconditioner=SpectralConsensus(0.7)),
-    ):
-        w = nn.Parameter(torch.ones(2, 3))
-        opt = make([w])
-        for _ in range(5):
-            w.grad = w.detach() ** 3
-            opt.step()
-        ends.append(w.detach())
-    assert torch.equal(*ends)
 
 
 def test_theory_is_about_the_papers_consensus():
@@ -144,24 +136,3 @@ def test_keeps_no_average():
 def test_spectral_of_another_kind():
     with pytest.raises(TypeError, match="spectral must be a Spectral, got 'svd'"):
         SpectralConsensus(spectral="svd")
-
-
-def test_groups_are_checked_too():
-    opt = MISA([nn.Parameter(torch.ones(2, 2))])
-    with pytest.raises(ValueError, match="at must be one of 'consensus', 'local', got 'server'"):
-        opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "at": "server"})
-    assert len(opt.param_groups) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, (1e-4, 100.0)),
-        ({"batches": 2}, (0.1, 10.0)),
-        ({"at": "local"}, (0.5, 10.0)),
-        ({"at": "local", "batches": 2}, (1.0, 1.0)),
-    ],
-)
-def test_defaults_are_the_documented_ones(options, expected):
-    group = MISA([nn.Parameter(torch.ones(2, 3))], **options).param_groups[0]
-    assert (group["sigma"][0], group["rho"][0]) == expected

@@ -115,7 +115,7 @@ class MatrixOptimizer(ConsensusOptimizer):
                 if isinstance(param, Tensor) and not is_matrix(param):
                     raise ValueError(
                         "matrix must be False for parameters that are not real matrices, "
-                        f"got {group['orthogonalize']!r} for one of shape {tuple(param.shape)}"
+                        f"got {group['matrix']!r} for one of shape {tuple(param.shape)}"
                     )
 
 

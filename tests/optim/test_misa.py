@@ -1,0 +1,244 @@
+"""MISA against its formulas written out, against torch's Muon, and on several processes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+from tests.distributed.processes import run
+from torchpisa import MISA
+from torchpisa.optim.param_groups import split
+
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+over_paths = pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Muon's iteration, as printed."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    transposed = x.size(0) > x.size(1)
+    x = x.T if transposed else x
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if transposed else x
+
+
+def by_hand(
+    w: Tensor, gradients: list[list[Tensor]], alphas: list[float], matrix: bool, **settings: Any
+) -> Tensor:
+    """Several batches with a dual each: what one shared dual must equal."""
+    mu, c, beta, lr = (settings[name] for name in ("mu", "c", "beta", "lr"))
+    duals = [torch.zeros_like(w) for _ in alphas]
+    second = torch.zeros(w.size(0), 1, **DOUBLE) if matrix else torch.zeros_like(w)
+    for t, of_round in enumerate(gradients, 1):
+        residuals = [pi + g for pi, g in zip(duals, of_round, strict=True)]
+        deltas = [-(1 - mu) * r for r in residuals]
+        u = sum(a * (pi + c * delta) for a, pi, delta in zip(alphas, duals, deltas, strict=True))
+        duals = [pi + delta for pi, delta in zip(duals, deltas, strict=True)]
+        if matrix:
+            o = newton_schulz(u)
+            second = beta * second + (1 - beta) * o.square().mean(1, keepdim=True)
+            p = 0.2 * o / (second / (1 - beta**t)).sqrt()
+        else:
+            r = sum(a * r for a, r in zip(alphas, residuals, strict=True))
+            second = beta * second + (1 - beta) * r.square()
+            p = u / (second / (1 - beta**t)).sqrt()
+        w = w - lr * settings["decay"] * w + lr * p
+    return w
+
+
+@over_paths
+@pytest.mark.parametrize("matrix", [True, False], ids=["matrix", "entries"])
+@pytest.mark.parametrize("shape", [(4, 6), (7, 3)])
+def test_is_the_formula(shape: tuple[int, int], matrix: bool, foreach: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w = nn.Parameter(torch.randn(shape, generator=generator, **DOUBLE))
+    gradients = [
+        [torch.randn(shape, generator=generator, **DOUBLE) + i for i in range(3)] for _ in range(25)
+    ]
+    expected = by_hand(
+        *(w.detach(), gradients, [1 / 6, 2 / 6, 3 / 6], matrix),
+        **{"mu": 0.8, "c": 1.7, "beta": 0.9, "lr": 0.05, "decay": 0.3},
+    )
+    opt = MISA(
+        [{"params": [w], "matrix": matrix}],
+        lr=0.05,
+        **{"momentum": 0.8, "look_ahead": 1.7, "row_beta": 0.9, "beta": 0.9, "eps": 0.0},
+        **{"weight_decay": 0.3, "batches": 3, "weights": [1, 2, 3], "foreach": foreach},
+    )
+    for of_round in gradients:
+        for g in of_round:
+            w.grad = g
+            opt.step()
+    torch.testing.assert_close(w.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch's Muon came with 2.9")
+@pytest.mark.parametrize("shape", [(16, 24), (40, 8)])
+def test_is_torchs_muon(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With c = 1 + mu and rows left alone; to rounding, once torch's iteration is in float32 too."""
+    from torch.optim import _muon
+
+    def iteration(grad: Tensor, *_: object) -> Tensor:
+        return newton_schulz(grad.double()).to(grad.dtype)
+
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", iteration)
+    ours, theirs = (
+        nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        for _ in range(2)
+    )
+    settings: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    opt = MISA([ours], look_ahead=1.9, row_beta=None, ns_dtype=None, **settings)
+    muon = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **settings)
+    for k in range(30):
+        g = torch.randn(shape, generator=torch.Generator().manual_seed(k))
+        ours.grad, theirs.grad = g, g.clone()
+        opt.step()
+        muon.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_scale_of_the_loss_does_not_matter() -> None:
+    ends = []
+    for scale in (1e-3, 1.0, 1e3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        opt = MISA(model.parameters(), eps=0.0)
+        for k in range(30):
+            x = torch.randn(16, 5, generator=torch.Generator().manual_seed(k), **DOUBLE)
+            opt.zero_grad()
+            (scale * (model(x) - x[:, :2]).square().mean()).backward()
+            opt.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ends[2], ends[1], rtol=1e-9, atol=1e-11)
+
+
+def test_an_absent_batch_counts_as_the_average_of_the_past() -> None:
+    one, two = (nn.Parameter(torch.ones(3, 2, **DOUBLE)) for _ in range(2))
+    opt, other = MISA([one], batches=2), MISA([two], batches=2)
+    for k in range(8):
+        for slot in range(2):
+            g = torch.randn(3, 2, generator=torch.Generator().manual_seed(2 * k + slot), **DOUBLE)
+            one.grad = two.grad = g
+            if k == 5 and slot == 1:
+                opt.skip()
+                two.grad = -other.state[two]["dual"].clone()
+                other.step()
+            else:
+                opt.step()
+                other.step()
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
+
+
+def test_the_sum_of_a_round_is_given_back() -> None:
+    p = nn.Parameter(torch.ones(100, 10))
+    opt = MISA([p], batches=3)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        opt.step()
+    assert opt.memory().by_name["pending"] == 4 * p.numel()
+    opt.step()
+    assert "pending" not in opt.memory().by_name
+
+
+def test_warns_about_embeddings_once() -> None:
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
+    named = nn.ModuleDict({"token_embedding": model[0], "layer": model[1]})
+    with pytest.warns(
+        UserWarning, match=r"'token_embedding.weight' looks like an embedding.*split"
+    ):
+        MISA(named.named_parameters())
+    with pytest.warns(UserWarning, match=r"shape \(5000, 4\) looks like an embedding"):
+        MISA([nn.Parameter(torch.ones(5000, 4))])
+    MISA(split(model))
+    MISA([{"params": list(named.named_parameters()), "matrix": False}])
+
+
+def test_matrix_must_fit() -> None:
+    with pytest.raises(ValueError, match=r"matrix must be None or False .* of shape \(3,\)"):
+        MISA([{"params": [nn.Parameter(torch.ones(3))], "matrix": True}])
+    with pytest.raises(ValueError, match="matrix must be one of None, True, False, got 'yes'"):
+        MISA([{"params": [nn.Parameter(torch.ones(3))], "matrix": "yes"}])
+
+
+def test_a_parameter_that_changed_its_shape_is_refused() -> None:
+    p = nn.Parameter(torch.ones(4))
+    opt = MISA([p])
+    p.grad = torch.ones(4)
+    opt.step()
+    p.data, p.grad = torch.ones(9), torch.ones(9)
+    with pytest.raises(ValueError, match=r"keep its shape, \(4,\), got \(9,\)"):
+        opt.step()
+
+
+def test_a_negative_lr_written_by_a_scheduler_is_refused() -> None:
+    p = nn.Parameter(torch.ones(4))
+    opt = MISA([p])
+    opt.param_groups[0]["lr"] = -0.1
+    p.grad = torch.ones(4)
+    with pytest.raises(ValueError, match=r"lr must be a finite number >= 0, got -0\.1"):
+        opt.step()
+    assert torch.equal(p, torch.ones(4))
+
+
+# Several processes: gradients are averaged as for any optimizer, and MISA does the rest.
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def backward(model: nn.Module, ranks: list[int], step: int) -> None:
+    losses = []
+    for rank in ranks:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), **DOUBLE)
+        losses.append((model(x) - rank).square().mean())
+    torch.stack(losses).mean().backward()
+
+
+def trained(model: nn.Module, ranks: list[int], foreach: bool | None = None) -> MISA:
+    opt = MISA(model.parameters(), foreach=foreach, clip=0.5)
+    for step in range(10):
+        opt.zero_grad()
+        backward(model, ranks, step)
+        opt.step()
+    return opt
+
+
+def data_parallel() -> list[Tensor]:
+    model = nn.parallel.DistributedDataParallel(network().double())
+    trained(model, [distributed.get_rank()])
+    return [p.detach() for p in model.parameters()]
+
+
+def fully_sharded(foreach: bool | None) -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = network().double()
+    fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    trained(model, [distributed.get_rank()], foreach)
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Tensor]:
+    model = network().double()
+    trained(model, [0, 1, 2])
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [(data_parallel, ()), (fully_sharded, (None,)), (fully_sharded, (False,))],
+    ids=["ddp", "fsdp-foreach", "fsdp-loop"],
+)
+def test_processes_equal_one(how: Any, settings: tuple[Any, ...], expected: list[Tensor]) -> None:
+    for result in run(how, 3, *settings):
+        for own, other in zip(result, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-11)
