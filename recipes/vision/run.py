@@ -178,7 +178,7 @@ def images_missing(name: str, folder: str | None) -> bool:
 
 
 def ready(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
-    """Raise FileNotFoundError if images are missing, `datasets.CorruptFileError` if they are damaged."""
+    """Raise FileNotFoundError if images are missing, CorruptFileError if they are damaged."""
     for name in dict.fromkeys(each.dataset for each in settings if not each.fallback):
         if name == "imagenet":
             imagenet.locate(data)
