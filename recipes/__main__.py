@@ -24,6 +24,7 @@ from recipes.heterogeneity import RECIPE as HETEROGENEITY
 from recipes.language import RECIPE as LANGUAGE
 from recipes.least_squares import RECIPE as LEAST_SQUARES
 from recipes.recipe import Recipe, Results
+from recipes.rnn import RECIPE as RNN
 from recipes.vision import RECIPE as VISION
 from recipes.work import Runs, compact, say
 
@@ -34,6 +35,7 @@ RECIPES = {
     "heterogeneity": HETEROGENEITY,
     "language": LANGUAGE,
     "vision": VISION,
+    "rnn": RNN,
 }
 
 

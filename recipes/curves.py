@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.grid import short
 from recipes.optimizers import TITLES
 from recipes.recipe import Results
 from recipes.style import COLOURS, INK, look
 
-__all__ = ["Panel", "Run", "draw", "group", "made_with", "markdown", "mean_sd", "title"]
+__all__ = ["Panel", "Run", "describe", "draw", "group", "made_with", "markdown", "mean_sd", "title"]
 
 Run = dict[str, Any]
 """What is saved of a run."""
@@ -73,6 +74,18 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     """A table."""
     rows = [heads, ["---"] * len(heads), *lines]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def describe(settings: dict[str, Any]) -> str:
+    """The options that are numbers, and m."""
+    choice = settings["choice"]
+    words = [f"m {choice['batches']}"] if choice["batches"] > 1 else []
+    for name, value in choice["options"].items():
+        if isinstance(value, list):
+            words.append(f"{name} {short(value[0])} every {short(value[1])} epochs")
+        elif not isinstance(value, bool):
+            words.append(f"{name} {short(value)}")
+    return ", ".join(words) or "defaults"
 
 
 def made_with(results: Results) -> str:

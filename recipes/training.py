@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,37 +106,44 @@ class Pass:
     """Forward and backward pass over inputs of fixed shapes, on a GPU replayed as one CUDA graph.
 
     Small models spend most of their time waiting for the next kernel's launch; a graph launches all
-    of them at once. Gradients are those of the last call: they are overwritten, not added to, and
-    must be neither cleared nor replaced.
+    of them at once. Gradients are those of the last call, they do not add up. With graphs they are
+    always the same tensors, for all passes over the same parameters: optimizers that keep their
+    addresses need not look for them again.
 
     Args:
         loss: returns the loss, a tensor of 0 dimensions, from the inputs. It must not read anything
             from the device.
-        module: whose parameters get gradients and whose buffers may change.
-        inputs: examples; later inputs are copied into them.
+        params: that get gradients.
+        inputs: examples.
+        changes: tensors that `loss` changes, such as buffers; capturing leaves them as they were.
         graph: whether to capture a graph. Only on a GPU.
     """
 
     def __init__(
         self,
         loss: Callable[..., Tensor],
-        module: nn.Module,
+        params: Iterable[nn.Parameter],
         inputs: Sequence[Tensor],
+        changes: Iterable[Tensor] = (),
         graph: bool = True,
     ) -> None:
-        self.loss = loss
-        self.params = [param for param in module.parameters() if param.requires_grad]
+        self.loss, self.params = loss, list(params)
         self.graph: torch.cuda.CUDAGraph | None = None
-        if graph and inputs[0].is_cuda:
+        if graph and self.params[0].is_cuda:
             try:
-                self.capture(module, inputs)
+                self.capture(inputs, list(changes))
             except RuntimeError as error:  # such as an operation that cannot be captured
+                self.graph = None
                 warnings.warn(f"no CUDA graph, so this is slower: {error}", stacklevel=2)
 
-    def capture(self, module: nn.Module, inputs: Sequence[Tensor]) -> None:
-        """Capture the graph; leaves weights and buffers as they were."""
+    def capture(self, inputs: Sequence[Tensor], changes: Sequence[Tensor]) -> None:
+        """Capture the graph; leaves random state and what the loss changes as they were."""
         self.inputs = [tensor.clone() for tensor in inputs]
-        before = [buffer.clone() for buffer in module.buffers()]
+        self.grads = [
+            torch.zeros_like(param) if param.grad is None else param.grad for param in self.params
+        ]
+        before = [tensor.clone() for tensor in changes]
+        chance = torch.cuda.get_rng_state()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -146,18 +153,19 @@ class Pass:
         self.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.output = self.backward(self.inputs, clear=False)
+            self.output = self.backward(self.inputs)
+            torch._foreach_copy_(self.grads, [param.grad for param in self.params])
         self.graph = graph
-        for buffer, value in zip(module.buffers(), before, strict=True):
-            buffer.copy_(value)
+        torch.cuda.set_rng_state(chance)
+        for tensor, value in zip(changes, before, strict=True):
+            tensor.copy_(value)
 
     def clear(self) -> None:
         for param in self.params:
             param.grad = None
 
-    def backward(self, inputs: Sequence[Tensor], clear: bool = True) -> Tensor:
-        if clear:
-            self.clear()
+    def backward(self, inputs: Sequence[Tensor]) -> Tensor:
+        self.clear()
         loss = self.loss(*inputs)
         loss.backward(inputs=self.params)
         return loss.detach()
@@ -169,4 +177,6 @@ class Pass:
         for own, given in zip(self.inputs, inputs, strict=True):
             own.copy_(given)
         self.graph.replay()
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
         return self.output

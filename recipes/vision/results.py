@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import curves
-from recipes.curves import Panel, Run, group, markdown, mean_sd, title
-from recipes.grid import short
+from recipes.curves import Panel, Run, describe, group, markdown, mean_sd, title
 from recipes.recipe import Check, Results, table
 from recipes.vision.config import MODELS
 from recipes.vision.paper import TABLE
@@ -109,15 +108,3 @@ def accuracies(model: str, found: dict[str, list[Run]]) -> str:
         )
     heads = ["", "settings", "seeds", "test accuracy, %", "best epoch's", "paper, 200 epochs"]
     return markdown([*heads, "training loss", "seconds per epoch"], lines)
-
-
-def describe(settings: dict[str, Any]) -> str:
-    """The options that are numbers, and m."""
-    choice = settings["choice"]
-    words = [f"m {choice['batches']}"] if choice["batches"] > 1 else []
-    for name, value in choice["options"].items():
-        if isinstance(value, list):
-            words.append(f"{name} {short(value[0])} every {short(value[1])} epochs")
-        elif not isinstance(value, bool):
-            words.append(f"{name} {short(value)}")
-    return ", ".join(words) or "defaults"

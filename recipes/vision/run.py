@@ -101,9 +101,10 @@ class Training:
         order = settings.batch, share, settings.seed, self.done
         for number, (inputs, targets) in enumerate(self.data.batches(*order)):
             if self._pass is None:
-                self._pass = Pass(self.loss, self.model, (inputs, targets), not_compiled(self))
-                self._sums.zero_()  # warming up has added to them
-                reseed(settings.seed, self.done)
+                changes = [*self.model.buffers(), self._sums]
+                params = self.model.parameters()
+                graph = self.forward is self.model  # a compiled model is left to torch.compile
+                self._pass = Pass(self.loss, params, (inputs, targets), changes, graph)
             moment = self.done + number // parts / self.rounds
             rate = settings.schedule.factor(moment, settings.epochs)
             optimizers.set_rate(self.optimizer, rate)
@@ -152,11 +153,6 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.done, self.elapsed = state["done"], state["elapsed"]
-
-
-def not_compiled(training: Training) -> bool:
-    """Whether to capture a graph: compiled models are left to torch.compile."""
-    return training.forward is training.model
 
 
 def source(settings: Settings, folder: str | None, device: torch.device) -> Any:
