@@ -95,7 +95,7 @@ class Runs:
         ) as pool:
             futures: dict[Future[None], str] = {}
             for name in names:
-                only_this = dataclasses.replace(self, plan={name: self.plan[name]})
+                only_this = dataclasses.replace(self, plan={name: self.plan[name]}, length=None)
                 futures[pool.submit(only_this.one, name)] = name
             try:
                 while futures:

@@ -37,6 +37,7 @@ MILESTONES = {
     3: tuple((epoch, 0.15) for epoch in (140, 165, 190, 198)),
 }
 PAPER_EPOCHS = 200
+FULL = Sizes()
 
 
 def milestones(layers: int, epochs: int) -> Schedule:
@@ -108,7 +109,7 @@ class Config:
     """
 
     tasks: tuple[Task, ...]
-    sizes: Sizes = Sizes()
+    sizes: Sizes = FULL
     count: int = 20
     bptt: int = 70
     clip: float = 0.25

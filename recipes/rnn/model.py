@@ -1,5 +1,6 @@
 """AWD-LSTM: tied embedding, dropped recurrent weights, locked dropout."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(words, sizes.embedding)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         widths = [sizes.embedding, *[sizes.hidden] * (layers - 1), sizes.embedding]
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = itertools.pairwise(widths)
         self.layers = nn.ModuleList(Layer(inputs, outputs) for inputs, outputs in pairs)
         self.bias = nn.Parameter(torch.zeros(words))
 

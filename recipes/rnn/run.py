@@ -1,5 +1,6 @@
 """One run: the model, the text, the optimizer, and perplexities as epochs go by."""
 
+import itertools
 import math
 import random
 import time
@@ -62,7 +63,7 @@ def windows(length: int, bptt: int, parts: int, chance: random.Random) -> Iterat
             size = end - start
         share = size // parts
         edges = [start + share * part for part in range(parts)] + [start + size]
-        yield [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        yield [slice(a, b) for a, b in itertools.pairwise(edges)]
         start += size
 
 
