@@ -134,9 +134,9 @@ PRESETS = {
     ),
     "short": Config(
         (
-            Task(1, SHORT, 40, schedule=COSINE),
-            Task(2, SHORT[:3], 20, schedule=COSINE),
-            Task(3, SHORT[:3], 20, schedule=COSINE),
+            Task(1, SHORT, 30, schedule=COSINE),
+            Task(2, SHORT[:3], 12, schedule=COSINE),
+            Task(3, SHORT[:3], 12, schedule=COSINE),
         ),
     ),
     "paper": Config(
