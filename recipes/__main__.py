@@ -20,6 +20,7 @@ import torch
 
 from recipes import datasets
 from recipes.datasets import data_folder
+from recipes.gan import RECIPE as GAN
 from recipes.heterogeneity import RECIPE as HETEROGENEITY
 from recipes.language import RECIPE as LANGUAGE
 from recipes.least_squares import RECIPE as LEAST_SQUARES
@@ -35,6 +36,7 @@ RECIPES = {
     "heterogeneity": HETEROGENEITY,
     "language": LANGUAGE,
     "vision": VISION,
+    "gan": GAN,
     "rnn": RNN,
 }
 
@@ -134,6 +136,12 @@ def add_resources(parser: argparse.ArgumentParser, takes: Sequence[str]) -> None
     if "checkpoints" in takes:
         parser.add_argument(
             "--checkpoints", type=Path, help="folder to save unfinished runs in; default: none"
+        )
+    if "samples" in takes:
+        parser.add_argument("--samples", type=Path, help="folder for pictures; default: none")
+    if "inception" in takes:
+        parser.add_argument(
+            "--inception", type=Path, help="file of its weights; default: the preset's network"
         )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; default 1")
 

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 __all__ = ["NAMES", "Arrays", "CorruptFileError", "Dataset", "Split"]
-__all__ += ["compare", "data_folder", "digits", "load", "locate", "read", "scaled", "verify"]
+__all__ += ["compare", "data_folder", "digits", "load", "locate", "missing", "read", "scaled"]
+__all__ += ["verify"]
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -168,6 +169,15 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
             "that of --data, or of the environment variable TORCHPISA_DATA"
         )
     return place
+
+
+def missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
+    """Whether a data set is not there."""
+    try:
+        locate(name, folder)
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:

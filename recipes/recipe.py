@@ -37,8 +37,8 @@ class Recipe:
         run: does one run and yields what to log. For `--jobs` a function of a module.
         check: holds the results against the paper's statements.
         draw: draws the results into a file.
-        takes: which of the options `device`, `data`, `compile` and `checkpoints` there are, for
-            `run` to take by keyword.
+        takes: which of the options `device`, `data`, `compile`, `checkpoints`, `samples` and
+            `inception` there are, for `run` to take by keyword.
         ready: raises FileNotFoundError, before anything is run, if data for these settings is
             missing; takes the options too.
         lacks: why a run cannot be done on this machine, such as a library that is not installed, or

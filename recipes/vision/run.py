@@ -160,17 +160,9 @@ def source(settings: Settings, folder: str | None, device: torch.device) -> Any:
     if settings.dataset == "imagenet":
         return imagenet.load(folder, str(device), settings.limit)
     name = settings.dataset
-    if settings.fallback and images_missing(name, folder):
+    if settings.fallback and datasets.missing(name, folder):
         name = "digits"
     return images.load(name, folder, str(device), settings.limit)
-
-
-def images_missing(name: str, folder: str | None) -> bool:
-    try:
-        datasets.locate(name, folder)
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def ready(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
