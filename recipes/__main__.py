@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,11 +18,15 @@ from typing import Any
 
 import torch
 
+from recipes import datasets
 from recipes.datasets import data_folder
+from recipes.gan import RECIPE as GAN
 from recipes.heterogeneity import RECIPE as HETEROGENEITY
 from recipes.language import RECIPE as LANGUAGE
 from recipes.least_squares import RECIPE as LEAST_SQUARES
 from recipes.recipe import Recipe, Results
+from recipes.rnn import RECIPE as RNN
+from recipes.vision import RECIPE as VISION
 from recipes.work import Runs, compact, say
 
 __all__ = ["RECIPES", "add_resources", "carry_out", "main", "resources"]
@@ -30,6 +35,9 @@ RECIPES = {
     "least_squares": LEAST_SQUARES,
     "heterogeneity": HETEROGENEITY,
     "language": LANGUAGE,
+    "vision": VISION,
+    "gan": GAN,
+    "rnn": RNN,
 }
 
 
@@ -41,6 +49,8 @@ def carry_out(
     options: dict[str, Any] | None = None,
     jobs: int = 1,
     only: Sequence[str] = (),
+    time_limit: float | None = None,
+    board: bool = False,
 ) -> Results:
     """Do the runs that are not in the logs in `folder`, and check them all.
 
@@ -52,9 +62,15 @@ def carry_out(
         jobs: processes that do runs at the same time.
         only: patterns; where there are any, no run is started that matches none of them. What the
             logs have of the others counts all the same.
+        time_limit: seconds after which no run is started and those that are going on stop.
+        board: write TensorBoard's files too, to the folder `tensorboard` beside `folder`.
     """
     depends = recipe.depends(config)
-    runs = Runs(recipe.run, config, recipe.plan(config), folder, dict(options or {}), depends, jobs)
+    deadline = None if time_limit is None else time.time() + time_limit
+    runs = Runs(
+        *(recipe.run, config, recipe.plan(config), folder, dict(options or {}), depends, jobs),
+        *(recipe.length, deadline, folder.parent / "tensorboard" if board else None),
+    )
     chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
     for name in list(chosen):
         reason = recipe.lacks(runs.plan[name])
@@ -121,7 +137,24 @@ def add_resources(parser: argparse.ArgumentParser, takes: Sequence[str]) -> None
         parser.add_argument(
             "--checkpoints", type=Path, help="folder to save unfinished runs in; default: none"
         )
+    if "samples" in takes:
+        parser.add_argument("--samples", type=Path, help="folder for pictures; default: none")
+    if "inception" in takes:
+        parser.add_argument(
+            "--inception", type=Path, help="file of its weights; default: the preset's network"
+        )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; default 1")
+
+
+def seconds(word: str) -> float:
+    """A time limit, which must be positive."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {word!r}")
+    return value
 
 
 def resources(
@@ -146,6 +179,18 @@ def arguments(name: str, recipe: Recipe) -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="PATTERN", help="do runs so named only"
     )
     add_resources(parser, recipe.takes)
+    parser.add_argument(
+        "--time-limit",
+        type=seconds,
+        metavar="SECONDS",
+        help="start no run after this; those under way stop at their next line",
+    )
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="TensorBoard's files beside the logs"
+    )
+    parser.add_argument(
+        "--runs-only", action="store_true", help="do the runs; neither check nor draw them"
+    )
     parser.add_argument("--list", action="store_true", help="list the runs and their state only")
     parser.add_argument(
         "--show", type=Path, metavar="FILE.json", help="saved results: check and draw them only"
@@ -181,22 +226,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in plan:
             print(f"{'done' if runs.log(run) else 'to do'}  {run}")
         return
-    if importlib.util.find_spec("matplotlib") is None:  # before the runs, not after them
+    # Before the runs, not after them.
+    if not args.runs_only and importlib.util.find_spec("matplotlib") is None:
         sys.exit("The pictures need matplotlib: pip install 'torchpisa[demo]'")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        sys.exit("--tensorboard needs tensorboard: pip install 'torchpisa[recipes]'")
     if args.show:
         conclude(recipe, json.loads(args.show.read_text(encoding="utf-8")), args.show)
         return
     try:
         done = carry_out(
-            recipe, config, folder / name, options=options, jobs=args.jobs, only=args.only
+            *(recipe, config, folder / name),
+            **{"options": options, "jobs": args.jobs, "only": args.only},
+            **{"time_limit": args.time_limit, "board": args.tensorboard},
         )
-    except FileNotFoundError as missing:
-        sys.exit(str(missing))
+    except (FileNotFoundError, datasets.CorruptFileError) as wrong:
+        sys.exit(str(wrong))
     results = {"recipe": name, "preset": args.preset, **done}
     path = folder / f"{name}.json"
     path.write_text(json.dumps(results) + "\n", encoding="utf-8")
     print(path)
-    conclude(recipe, results, path)
+    if not args.runs_only:
+        conclude(recipe, results, path)
 
 
 if __name__ == "__main__":

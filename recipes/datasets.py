@@ -17,12 +17,13 @@ time: faster, and enough for a machine without the files or without a decoder fo
 
 import dataclasses
 import gzip
+import hashlib
 import io
 import os
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["NAMES", "Arrays", "Dataset", "Split"]
-__all__ += ["data_folder", "digits", "load", "locate", "read", "scaled"]
+__all__ = ["NAMES", "Arrays", "CorruptFileError", "Dataset", "Split"]
+__all__ += ["compare", "data_folder", "digits", "load", "locate", "missing", "read", "scaled"]
+__all__ += ["verify"]
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -169,6 +171,15 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
     return place
 
 
+def missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
+    """Whether a data set is not there."""
+    try:
+        locate(name, folder)
+    except FileNotFoundError:
+        return True
+    return False
+
+
 def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
     """A data set as published, from the cache or from its files.
 
@@ -186,6 +197,74 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
         np.savez_compressed(part, **arrays._asdict())
         part.replace(cached)
     return arrays
+
+
+class CorruptFileError(ValueError):
+    """A file is not the published one."""
+
+
+# SHA-256, or MD5 where that is what the publisher gives, by the name of the file.
+CHECKSUMS = {
+    "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+    "train_a.zip": "fdbbcc67b7e51056d128568ded8a6ed43cd7046aa62928f905b9478ae32806ed",
+    "train_b.zip": "faae7ad6ddf0b66236e5711e461ba5a6b94a2d95a12b17f845ca55601fba6a3c",
+    "test.zip": "d2135cece2c333ad19db27c1a8ba17ca69e9ee3e9a8a0b1b232771dacdd21068",
+}
+
+
+def verify(name: str, folder: str | os.PathLike[str] | None = None) -> None:
+    """Check that a data set's files are whole; what is in the cache is not looked at.
+
+    Raises:
+        FileNotFoundError: see `locate`; or one of its files is missing.
+        CorruptFileError: a file is not the published one.
+    """
+    place = locate(name, folder)
+    if place == _cached(name, data_folder(folder)):
+        return
+    if place.is_file():
+        compare(place, CHECKSUMS, _source(name).how)
+        return
+    if name == "cifar10":
+        zips = (place / "train_a.zip").is_file()
+        for file in ("train_a.zip", "train_b.zip", "test.zip") if zips else BATCHES:
+            compare(place / file, CHECKSUMS, _source(name).how)
+
+
+def compare(path: Path, checksums: Mapping[str, str], how: str) -> None:
+    """Check a file by its name's checksum; one without is not looked at.
+
+    Args:
+        path: of the file.
+        checksums: SHA-256 or MD5 by name.
+        how: how to get the file again.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptFileError: the checksum differs.
+    """
+    expected = checksums.get(path.name)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.resolve()} is missing. {how}")
+    if expected is None:
+        return
+    kind = "md5" if len(expected) == 32 else "sha256"
+    digest = hashlib.new(kind, usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    found = digest.hexdigest()
+    if found != expected:
+        raise CorruptFileError(
+            f"{path.resolve()} is damaged or another file: its {kind.upper()} must be {expected}, "
+            f"got {found}. Remove it and get it again: {how}"
+        )
 
 
 def _cached(name: str, folder: Path) -> Path:
@@ -243,7 +322,7 @@ class _Plain(pickle.Unpickler):
 
 def read_batches(place: Path) -> Arrays:
     """The published batches, from `cifar-10-batches-py` or the archive with that folder."""
-    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    names = BATCHES
     if place.is_dir():
         raw = [(place / name).read_bytes() for name in names]
     else:
@@ -289,6 +368,7 @@ def read_cifar10(place: Path) -> Arrays:
 
 
 TAR = "cifar-10-python.tar.gz"
+BATCHES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 
 
 # Adult

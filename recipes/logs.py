@@ -1,6 +1,7 @@
 """The log of a run, JSON by lines: a header, what the run yields, and at the end the seconds."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from recipes.recipe import Line
 
-__all__ = ["read", "record"]
+__all__ = ["Board", "read", "record"]
 
 
 def record(
@@ -36,3 +37,32 @@ def read(path: Path, **expected: Any) -> dict[str, Any] | None:
     if "seconds" not in end or any(header[name] != value for name, value in expected.items()):
         return None
     return {**header, **end, **{name: [line[name] for line in lines] for name in lines[0]}}
+
+
+class Board:
+    """TensorBoard's files of a run, written beside its log; a context.
+
+    Curves are drawn against the first column of a line. What an earlier attempt at the same run
+    left in the folder is removed.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        shutil.rmtree(folder, ignore_errors=True)
+        self.writer = SummaryWriter(str(folder))
+
+    def __call__(self, line: Line) -> None:
+        (_, step), *columns = line.items()
+        for name, value in columns:
+            if value is not None:
+                self.writer.add_scalar(name, value, int(step or 0))
+
+    def __enter__(self) -> "Board":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.writer.close()

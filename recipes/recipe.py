@@ -37,8 +37,8 @@ class Recipe:
         run: does one run and yields what to log. For `--jobs` a function of a module.
         check: holds the results against the paper's statements.
         draw: draws the results into a file.
-        takes: which of the options `device`, `data`, `compile` and `checkpoints` there are, for
-            `run` to take by keyword.
+        takes: which of the options `device`, `data`, `compile`, `checkpoints`, `samples` and
+            `inception` there are, for `run` to take by keyword.
         ready: raises FileNotFoundError, before anything is run, if data for these settings is
             missing; takes the options too.
         lacks: why a run cannot be done on this machine, such as a library that is not installed, or
@@ -48,6 +48,8 @@ class Recipe:
         condense: what is saved of a run, from what was logged; everything, unless said otherwise.
         report: the results as Markdown, if there is more to them than the checks.
         partial: whether checks, picture and report can do with a part of the runs.
+        length: lines that a run logs, from its settings, for an estimate of the time that is left;
+            None where nobody knows.
     """
 
     title: str
@@ -63,6 +65,7 @@ class Recipe:
     condense: Callable[[dict[str, Any]], dict[str, Any]] = dict
     report: Callable[[Results], str] | None = None
     partial: bool = False
+    length: Callable[[Any], int] | None = None
 
 
 def table(checks: list[Check], stated: str = "the paper") -> str:

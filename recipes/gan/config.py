@@ -1,0 +1,142 @@
+"""The presets and their runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.optimizers import Choice
+from recipes.rows import ROWS
+
+__all__ = ["KINDS", "PRESETS", "Config", "Settings", "choices", "plan"]
+
+KINDS = {"wgan": "WGAN", "wgan_gp": "WGAN-GP"}
+# Of the AdaBelief experiments. RMSProp has its own smoothing, as there.
+BETAS: dict[str, Any] = {"lr": 2e-4, "betas": (0.5, 0.999)}
+BASELINES: dict[str, dict[str, Any]] = {
+    "adam": BETAS,
+    "rmsprop": {"lr": 2e-4},
+    "adabelief": {**BETAS, "eps": 1e-12},
+}
+
+
+def choices(kind: str, names: Sequence[str]) -> tuple[Choice, ...]:
+    """The optimizers by name, both networks': "sisa" is the paper's row, MISA has its defaults."""
+    row = ROWS[f"gan/{kind}"]
+    made = []
+    for name in names:
+        if name == "sisa":
+            made.append(Choice("sisa", row.options(), row.batches))
+        elif name == "sisa_defaults":
+            made.append(Choice("sisa", label=name))
+        else:
+            made.append(Choice(name, BASELINES.get(name, {})))
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that all runs share.
+
+    Attributes:
+        kinds: of `KINDS`, in the order in which they are run.
+        names: of the optimizers.
+        epochs: passes over all images.
+        seeds: runs per kind and optimizer.
+        features: network of the distance, see `recipes.gan.features`.
+        fid_every: epochs from one distance to the next.
+        fid_images: pictures for it.
+        last_images: pictures for the distance at the end.
+        pixels: of a side; images are enlarged to it.
+        width: channels of the critic's first layer.
+        batch: images of a round.
+        critic_rounds: rounds of the critic for one of the generator.
+        precision: of forward passes on a GPU: "bfloat16" or "float32".
+        limit: images; 0 for all.
+        fallback: whether digits take the place of images that are not there.
+        save_every: epochs between checkpoints, where they are asked for.
+        seed: the first; it gives weights, order and noise.
+    """
+
+    kinds: tuple[str, ...]
+    names: tuple[str, ...]
+    epochs: int
+    seeds: int
+    features: str = "efficientnet_lite0"
+    fid_every: int = 10
+    fid_images: int = 6400
+    last_images: int = 64_000
+    pixels: int = 64
+    width: int = 64
+    batch: int = 64
+    critic_rounds: int = 1
+    precision: str = "float32"
+    limit: int = 0
+    fallback: bool = False
+    save_every: int = 10
+    seed: int = 0
+
+
+PRESETS = {
+    "quick": Config(
+        *(("wgan_gp", "wgan"), ("sisa", "misa", "adam"), 3, 1, "pixels"),
+        **{"fid_every": 1, "fid_images": 512, "last_images": 512, "pixels": 32, "width": 8},
+        **{"batch": 32, "limit": 960, "fallback": True},
+    ),
+    "short": Config(
+        *(("wgan_gp", "wgan"), ("sisa", "misa", "adam"), 10, 3),
+        **{"fid_every": 2, "last_images": 10_000, "pixels": 32},
+    ),
+    "paper": Config(
+        ("wgan", "wgan_gp"),
+        ("sisa", "sisa_defaults", "misa", "adam", "rmsprop", "adabelief"),
+        100,
+        5,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run: everything that its result depends on. For the fields see `Config`."""
+
+    kind: str
+    choice: Choice
+    epochs: int
+    features: str
+    fid_every: int
+    fid_images: int
+    last_images: int
+    pixels: int
+    width: int
+    batch: int
+    critic_rounds: int
+    precision: str
+    limit: int
+    fallback: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.batch % self.choice.batches:
+            raise ValueError(
+                f"batch must be a multiple of batches, {self.choice.batches}, got {self.batch}"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.choice.label}_e{self.epochs}_seed{self.seed}"
+
+
+SHARED = ("epochs", "features", "fid_every", "fid_images", "last_images", "pixels", "width")
+SHARED += ("batch", "critic_rounds", "precision", "limit", "fallback")
+
+
+def plan(config: Config) -> dict[str, Settings]:
+    """All runs by name, seed by seed, so that few are comparable already."""
+    shared = {name: getattr(config, name) for name in SHARED}
+    runs = [
+        Settings(kind=kind, choice=choice, seed=seed, **shared)
+        for seed in range(config.seed, config.seed + config.seeds)
+        for kind in config.kinds
+        for choice in choices(kind, config.names)
+    ]
+    return {run.name: run for run in runs}

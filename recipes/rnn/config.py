@@ -1,0 +1,185 @@
+"""The presets and their runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.optimizers import Choice, Schedule
+from recipes.rnn.model import Sizes
+from recipes.rows import ROWS
+
+__all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
+
+DECAY: dict[str, Any] = {"weight_decay": 1.2e-6}
+COUPLED: dict[str, Any] = {**DECAY, "weight_decouple": False}
+# Settings of the AdaBelief experiments, with one layer and with more. Their SGD has no momentum.
+BASELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sgd": ({"lr": 30.0, **DECAY}, {"lr": 30.0, **DECAY}),
+    "adabound": (
+        {"lr": 0.01, "final_lr": 30.0, "gamma": 1e-3, **COUPLED},
+        {"lr": 0.01, "final_lr": 30.0, "gamma": 1e-3, **COUPLED},
+    ),
+    "adam": ({"lr": 1e-3, "eps": 1e-12, **DECAY}, {"lr": 0.01, **DECAY}),
+    "radam": ({"lr": 1e-3, "eps": 1e-12, **DECAY}, {"lr": 0.01, **DECAY}),
+    "msvag": ({"lr": 30.0, "beta": 0.9, **DECAY}, {"lr": 30.0, "beta": 0.9, **DECAY}),
+    "adamw": ({"lr": 1e-3, "eps": 1e-12, **DECAY}, {"lr": 0.01, **DECAY}),
+    "adabelief": (
+        {"lr": 1e-3, "eps": 1e-16, **COUPLED},
+        {"lr": 0.01, "eps": 1e-12, **COUPLED},
+    ),
+    "yogi": ({"lr": 0.01, "eps": 1e-3, **COUPLED}, {"lr": 0.01, "eps": 1e-3, **COUPLED}),
+    "padam": ({"lr": 0.1, **COUPLED}, {"lr": 0.1, **COUPLED}),
+}
+# Of the published commands: sigma and rho are divided at these epochs.
+MILESTONES = {
+    1: tuple((epoch, 0.5) for epoch in (90, 120, 160, 195)),
+    2: tuple((epoch, 0.15) for epoch in (140, 165, 190, 198)),
+    3: tuple((epoch, 0.15) for epoch in (140, 165, 190, 198)),
+}
+PAPER_EPOCHS = 200
+FULL = Sizes()
+
+
+def milestones(layers: int, epochs: int) -> Schedule:
+    """The published steps of SISA, at the same parts of a shorter run."""
+    scaled = ((round(at * epochs / PAPER_EPOCHS), by) for at, by in MILESTONES[layers])
+    return Schedule("steps", tuple(scaled))
+
+
+def choices(layers: int, names: Sequence[str], epochs: int, own: bool) -> tuple[Choice, ...]:
+    """The optimizers of a model by name.
+
+    Args:
+        layers: of the model.
+        names: as in `recipes.optimizers`; "sisa" is the paper's row, "sisa_defaults" SISA as it
+            comes.
+        epochs: of the run.
+        own: whether SISA's row has its own milestones instead of the schedule that all share.
+    """
+    row = ROWS[f"rnn/{layers}"]
+    made = []
+    for name in names:
+        if name == "sisa":
+            steps = milestones(layers, epochs) if own else None
+            made.append(Choice("sisa", row.options(), row.batches, schedule=steps))
+        elif name == "sisa_defaults":
+            made.append(Choice("sisa", DECAY, label=name))
+        elif name in ("misa", "nsisa"):
+            made.append(Choice(name, DECAY))
+        else:
+            made.append(Choice(name, BASELINES[name][layers > 1]))
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Runs of a model.
+
+    Attributes:
+        layers: of the model.
+        names: of the optimizers, see `choices`.
+        epochs: of every run.
+        seeds: how many runs an optimizer has.
+        schedule: of those that have none of their own.
+        own: see `choices`.
+    """
+
+    layers: int
+    names: tuple[str, ...]
+    epochs: int
+    seeds: int = 1
+    schedule: Schedule = field(default_factory=Schedule)
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that all runs share.
+
+    Attributes:
+        tasks: in the order in which they are run.
+        sizes: of the models.
+        count: sequences side by side.
+        bptt: words of a window, on average.
+        clip: largest norm of a gradient.
+        limit: training words; 0 for all.
+        fallback: whether Python's documentation takes the place of a corpus that is not there.
+        save_every: epochs between checkpoints, where they are asked for.
+        seed: the first; it gives weights, windows and dropout.
+    """
+
+    tasks: tuple[Task, ...]
+    sizes: Sizes = FULL
+    count: int = 20
+    bptt: int = 70
+    clip: float = 0.25
+    limit: int = 0
+    fallback: bool = False
+    save_every: int = 10
+    seed: int = 0
+
+
+COSINE = Schedule("cosine")
+AT_100_145 = Schedule("steps", ((100, 0.1), (145, 0.1)))  # of the AdaBelief experiments
+SHORT = ("sisa", "misa", "adam", "adabelief", "sgd")
+ALL = ("sisa", "sisa_defaults", "misa", "nsisa", *BASELINES)
+
+PRESETS = {
+    "quick": Config(
+        (
+            Task(1, ("sisa", "misa", "adam"), 2, schedule=COSINE),
+            Task(2, ("misa",), 1, schedule=COSINE),
+        ),
+        **{"sizes": Sizes(48, 64), "count": 10, "bptt": 24, "limit": 20_000, "fallback": True},
+    ),
+    "short": Config(
+        (
+            Task(1, SHORT, 30, schedule=COSINE),
+            Task(2, SHORT[:3], 12, schedule=COSINE),
+            Task(3, SHORT[:3], 12, schedule=COSINE),
+        ),
+    ),
+    "paper": Config(
+        tuple(Task(n, ALL, PAPER_EPOCHS, schedule=AT_100_145, own=True) for n in (1, 2, 3))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run: everything that its result depends on. For the fields see `Config` and `Task`."""
+
+    layers: int
+    choice: Choice
+    epochs: int
+    schedule: Schedule
+    sizes: Sizes
+    count: int
+    bptt: int
+    clip: float
+    limit: int
+    fallback: bool
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"lstm{self.layers}_{self.choice.label}_e{self.epochs}_seed{self.seed}"
+
+
+SHARED = ("sizes", "count", "bptt", "clip", "limit", "fallback")
+
+
+def plan(config: Config) -> dict[str, Settings]:
+    """All runs by name, in the order of the tasks."""
+    shared = {name: getattr(config, name) for name in SHARED}
+    runs = [
+        Settings(
+            **{"layers": task.layers, "choice": choice, "epochs": task.epochs, "seed": seed},
+            **shared,
+            schedule=choice.schedule or task.schedule,
+        )
+        for task in config.tasks
+        for seed in range(config.seed, config.seed + task.seeds)
+        for choice in choices(task.layers, task.names, task.epochs, task.own)
+    ]
+    return {run.name: run for run in runs}

@@ -1,0 +1,126 @@
+"""What is kept of a run, statements, picture and tables."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from recipes import curves
+from recipes.curves import Panel, Run, describe, group, markdown, mean_sd, title
+from recipes.recipe import Check, Results, table
+
+__all__ = ["TABLE", "check", "condense", "draw", "report"]
+
+_NAMES = (
+    "sisa",
+    "sgd",
+    "adabound",
+    "adam",
+    "radam",
+    "msvag",
+    "adamw",
+    "adabelief",
+    "yogi",
+    "padam",
+)
+_ROWS = {
+    1: (84.27, 85.70, 84.73, 85.90, 86.50, 84.85, 88.39, 84.47, 86.37, 94.46),
+    2: (66.23, 67.32, 67.43, 67.30, 72.30, 68.82, 72.80, 66.70, 71.64, 89.77),
+    3: (61.06, 63.91, 63.72, 65.02, 70.00, 64.32, 69.90, 61.20, 67.69, 95.10),
+}
+TABLE = {layers: dict(zip(_NAMES, row, strict=True)) for layers, row in _ROWS.items()}
+"""The paper's test perplexities, after 200 epochs."""
+
+CURVES = ("epoch", "perplexity", "valid_perplexity", "test_perplexity")
+
+
+def condense(log: dict[str, Any]) -> Run:
+    """Perplexities of the epoch with the best validation, seconds of an epoch, and the curves."""
+    times = [b - a for a, b in zip(log["elapsed"], log["elapsed"][1:], strict=False)]
+    numbers = [(value, at) for at, value in enumerate(log["valid_perplexity"]) if value is not None]
+    valid, best = min(numbers, default=(None, 0))
+    test = log["test_perplexity"][best]
+    return {
+        **{name: log[name] for name in ("settings", "versions", "hardware", "seconds")},
+        "diverged": bool(log["diverged"][-1]),
+        "valid": None if valid is None else round(valid, 3),
+        "test": None if test is None else round(test, 3),
+        "best_epoch": log["epoch"][best],
+        "epoch_seconds": round(statistics.median(times or log["elapsed"]), 3),
+        "state_bytes": log["state_bytes"][-1],
+        "documentation": bool(log["fallback"][-1]),
+        **{name: log[name] for name in CURVES},
+    }
+
+
+def panels(results: Results) -> dict[tuple[int, int], dict[str, list[Run]]]:
+    """Runs by layers and epochs, and by optimizer."""
+    return group(results, lambda run: (run["settings"]["layers"], run["settings"]["epochs"]))
+
+
+def mean(runs: list[Run]) -> float:
+    """Of the test perplexities; infinite if a run diverged."""
+    values = [run["test"] for run in runs]
+    return float("inf") if None in values else statistics.fmean(values)
+
+
+def check(results: Results) -> list[Check]:
+    """Hold the perplexities against what the paper says of them: SISA's is the lowest."""
+    checks = []
+    for (layers, epochs), found in panels(results).items():
+        if "sisa" in found:
+            value = mean(found["sisa"])
+            for other in ("adam", "adabelief", "sgd"):
+                if other in found:
+                    here = f"{value:.2f} and {mean(found[other]):.2f} after {epochs} epochs"
+                    paper = f"SISA is below {title(other)}"
+                    checks.append(Check(many(layers), paper, here, value < mean(found[other])))
+    return checks
+
+
+def many(layers: int) -> str:
+    return f"{layers} layer{'s' if layers > 1 else ''}"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Training and validation perplexity, a row per number of layers and length."""
+    rows = []
+    for (layers, epochs), found in panels(results).items():
+        head = f"{many(layers)}, {epochs} epochs"
+        rows.append(
+            [
+                Panel(head, "training perplexity", found, "epoch", "perplexity", log=True),
+                Panel(head, "validation perplexity", found, "epoch", "valid_perplexity", log=True),
+            ]
+        )
+    curves.draw(rows, path, "rnn", "epoch")
+
+
+def report(results: Results) -> str:
+    """All tables."""
+    parts = []
+    for (layers, epochs), found in panels(results).items():
+        text = "Penn Treebank"
+        if next(iter(found.values()))[0]["documentation"]:
+            text = "Python's documentation"
+        parts += [f"**{many(layers)}**, {text}, {epochs} epochs", perplexities(layers, found)]
+    statements = check(results)
+    if statements:
+        parts += ["**Statements**:", table(statements)]
+    return "\n\n".join([*parts, curves.made_with(results)]) + "\n"
+
+
+def perplexities(layers: int, found: dict[str, list[Run]]) -> str:
+    lines = []
+    for label, runs in found.items():
+        paper = TABLE[layers].get(label)
+        lines.append(
+            [
+                *(title(label), describe(runs[0]["settings"]), len(runs)),
+                mean_sd(run["valid"] for run in runs if run["valid"] is not None),
+                mean_sd(run["test"] for run in runs if run["test"] is not None),
+                "-" if paper is None else f"{paper:.2f}",
+                f"{statistics.median(run['epoch_seconds'] for run in runs):.2f}",
+            ]
+        )
+    heads = ["", "settings", "seeds", "validation perplexity", "test perplexity"]
+    return markdown([*heads, "paper, 200 epochs", "seconds per epoch"], lines)

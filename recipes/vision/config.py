@@ -1,0 +1,222 @@
+"""The presets and their runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.optimizers import Choice, Schedule
+from recipes.rows import ROWS, Row
+
+__all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
+
+MODELS = {
+    "vgg11": "VGG-11",
+    "resnet34": "ResNet-34",
+    "densenet121": "DenseNet-121",
+    "resnet18": "ResNet-18",
+    "vit_b_16": "ViT-B/16",
+    "alexnet": "AlexNet",
+}
+
+# Settings of the AdaBelief experiments on CIFAR-10, where they have them; the weight decay is an L2
+# term but for AdamW, LAMB and Muon. NAdam and LAMB have Adam's rate, Muon what its README has.
+L2: dict[str, Any] = {"weight_decay": 5e-4}
+COUPLED: dict[str, Any] = {**L2, "weight_decouple": False}
+BASELINES: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, **L2},
+    "adabound": {"lr": 1e-3, "final_lr": 0.1, "gamma": 1e-3, **COUPLED},
+    "adam": {"lr": 1e-3, **L2},
+    "radam": {"lr": 1e-3, **L2},
+    "msvag": {"lr": 0.1, "beta": 0.9, **L2},
+    "adamw": {"lr": 1e-3, "weight_decay": 0.01},
+    "adabelief": {"lr": 1e-3, "eps": 1e-8, **COUPLED},
+    "yogi": {"lr": 1e-3, "eps": 1e-3, **COUPLED},
+    "lamb": {"lr": 1e-3, "weight_decay": 0.01},
+    "nadam": {"lr": 1e-3, **L2},
+    "muon": {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.01, "rest_lr": 3e-4},
+}
+# VGG-11 has no normalisation and needs a smaller rate than 0.1: this is the one of the repository
+# that its layers come from.
+SGD_VGG = 0.05
+# MISA with its defaults; the decay is AdamW's.
+MISA: dict[str, Any] = {"weight_decay": 0.01}
+# The published VGG-11 script divides rho together with sigma, more often than the table says.
+PUBLISHED_VGG = tuple(
+    sorted(
+        [(epoch, 0.9) for epoch in (10, *range(20, 60, 5), *range(60, 150, 10))]
+        + [(epoch, 0.35) for epoch in (125, 150, 175)]
+    )
+)
+
+
+def rate_steps(row: Row, model: str, epochs: int) -> Schedule:
+    """The row's gamma as steps of the learning rate: sigma and rho are both divided by it."""
+    if model == "vgg11":
+        return Schedule("steps", PUBLISHED_VGG)
+    if row.gamma is None:
+        return Schedule()
+    factor, every = row.gamma
+    return Schedule("steps", tuple((epoch, factor) for epoch in range(every, epochs, every)))
+
+
+def choices(dataset: str, model: str, names: Sequence[str], epochs: int) -> tuple[Choice, ...]:
+    """The optimizers of a model by name.
+
+    Besides the names of `recipes.optimizers`: "sisa" is the paper's row, "sisa_steps" the row with
+    the published script's schedule instead of gamma, "sisa_defaults" SISA as it comes.
+    """
+    row = ROWS[f"{dataset}/{model}"]
+    made = []
+    for name in names:
+        if name == "sisa":
+            made.append(Choice("sisa", row.options(), row.batches))
+        elif name == "sisa_steps":
+            options = {key: value for key, value in row.options().items() if key != "gamma"}
+            steps = rate_steps(row, model, epochs)
+            made.append(Choice("sisa", options, row.batches, name, steps))
+        elif name == "sisa_defaults":
+            made.append(Choice("sisa", L2, label=name))
+        elif name == "misa":
+            made.append(Choice("misa", MISA))
+        elif name == "nsisa":
+            made.append(Choice("nsisa", L2))
+        else:
+            rate = {"lr": SGD_VGG} if (name, model) == ("sgd", "vgg11") else {}
+            made.append(Choice(name, {**BASELINES[name], **rate}))
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Runs of a model.
+
+    Attributes:
+        model: its name.
+        names: of the optimizers, see `choices`.
+        epochs: of every run.
+        seeds: how many runs an optimizer has.
+        schedule: of those that have none of their own.
+        batch: images of a round.
+    """
+
+    model: str
+    names: tuple[str, ...]
+    epochs: int
+    seeds: int = 1
+    schedule: Schedule = field(default_factory=Schedule)
+    batch: int = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that all runs share.
+
+    Attributes:
+        dataset: "cifar10" or "imagenet".
+        tasks: in the order in which they are run.
+        precision: of forward passes on a GPU: "bfloat16" or "float32". Always float32 on a CPU.
+        width: all channels of the models times this.
+        limit: training images per class; 0 for all.
+        fallback: whether digits take the place of images that are not there.
+        save_every: epochs between checkpoints, where they are asked for.
+        seed: the first; it gives weights, order and augmentation.
+    """
+
+    dataset: str
+    tasks: tuple[Task, ...]
+    precision: str = "bfloat16"
+    width: float = 1.0
+    limit: int = 0
+    fallback: bool = False
+    save_every: int = 10
+    seed: int = 0
+
+
+COSINE = Schedule("cosine", warm_up=1)
+SHORT = ("sisa", "misa", "sgd", "adam", "adamw", "adabelief", "muon")
+ALL = ("sisa", "sisa_steps", "sisa_defaults", "misa", "nsisa", *BASELINES)
+AFTER_150 = Schedule("steps", ((150, 0.1),))  # of the AdaBelief experiments
+IMAGENET = ("sisa", "misa", "sgd", "adam", "adamw", "adabelief", "lamb")
+
+PRESETS = {
+    "quick": Config(
+        "cifar10",
+        (
+            Task("vgg11", ("sisa_defaults", "misa", "sgd", "adam"), 6, schedule=COSINE, batch=64),
+            Task("resnet34", ("misa",), 2, schedule=COSINE, batch=64),
+            Task("densenet121", ("misa",), 2, schedule=COSINE, batch=64),
+        ),
+        **{"precision": "float32", "width": 0.125, "limit": 120, "fallback": True},
+    ),
+    "short": Config(
+        "cifar10",
+        (
+            Task("vgg11", SHORT, 30, seeds=3, schedule=COSINE),
+            Task("resnet34", SHORT, 30, schedule=COSINE),
+            Task("densenet121", SHORT, 30, schedule=COSINE),
+        ),
+    ),
+    "paper": Config(
+        "cifar10",
+        (
+            Task("vgg11", ALL, 200, schedule=AFTER_150),
+            Task("resnet34", ALL, 200, schedule=AFTER_150),
+            Task("densenet121", ALL[3:], 200, schedule=AFTER_150),
+            Task("densenet121", ALL[:3], 200, schedule=AFTER_150, batch=256),
+        ),
+    ),
+    "imagenet": Config(
+        "imagenet",
+        tuple(
+            Task(model, IMAGENET, 90, schedule=COSINE, batch=256)
+            for model in ("resnet18", "vit_b_16", "alexnet", "densenet121")
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run: everything that its result depends on. For the fields see `Config` and `Task`."""
+
+    dataset: str
+    model: str
+    choice: Choice
+    epochs: int
+    batch: int
+    schedule: Schedule
+    precision: str
+    width: float
+    limit: int
+    fallback: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.batch % self.choice.batches:
+            raise ValueError(
+                f"batch must be a multiple of batches, {self.choice.batches}, got {self.batch}"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}_{self.choice.label}_e{self.epochs}_seed{self.seed}"
+
+
+SHARED = ("dataset", "precision", "width", "limit", "fallback")
+
+
+def plan(config: Config) -> dict[str, Settings]:
+    """All runs by name, in the order of the tasks; within a task all optimizers, seed by seed."""
+    shared = {name: getattr(config, name) for name in SHARED}
+    runs = [
+        Settings(
+            **shared,
+            **{"model": task.model, "choice": choice, "epochs": task.epochs, "batch": task.batch},
+            schedule=choice.schedule or task.schedule,
+            seed=seed,
+        )
+        for task in config.tasks
+        for seed in range(config.seed, config.seed + task.seeds)
+        for choice in choices(config.dataset, task.model, task.names, task.epochs)
+    ]
+    return {run.name: run for run in runs}

@@ -1,0 +1,110 @@
+"""What is kept of a run, statements, picture and tables."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from recipes import curves
+from recipes.curves import Panel, Run, describe, group, markdown, mean_sd, title
+from recipes.recipe import Check, Results, table
+from recipes.vision.config import MODELS
+from recipes.vision.paper import TABLE
+
+__all__ = ["check", "condense", "draw", "report"]
+
+CURVES = ("epoch", "loss", "accuracy", "test_loss", "test_accuracy")
+PAPER_EPOCHS = 200
+ENOUGH = 91.0  # percent for SISA on VGG-11 at the paper's length, where the paper has 91.25
+
+
+def condense(log: dict[str, Any]) -> Run:
+    """Last and best test accuracy in percent, seconds of an epoch, and the curves."""
+    times = [b - a for a, b in zip(log["elapsed"], log["elapsed"][1:], strict=False)]
+    return {
+        **{name: log[name] for name in ("settings", "versions", "hardware", "seconds")},
+        "diverged": bool(log["diverged"][-1]),
+        "last": round(100 * log["test_accuracy"][-1], 2),
+        "best": round(100 * max(log["test_accuracy"]), 2),
+        "epoch_seconds": round(statistics.median(times or log["elapsed"]), 3),
+        "state_bytes": log["state_bytes"][-1],
+        "digits": bool(log["fallback"][-1]),
+        **{name: log[name] for name in CURVES},
+    }
+
+
+def panels(results: Results) -> dict[tuple[str, int], dict[str, list[Run]]]:
+    """Runs by model and epochs, and by optimizer."""
+    return group(results, lambda run: (run["settings"]["model"], run["settings"]["epochs"]))
+
+
+def mean(runs: list[Run]) -> float:
+    return statistics.fmean(run["last"] for run in runs)
+
+
+def check(results: Results) -> list[Check]:
+    """Hold the accuracies against what the paper says of them."""
+    checks = []
+    for (model, epochs), found in panels(results).items():
+        name = MODELS[model]
+        own = [label for label in ("sisa", "sisa_steps") if label in found]
+        if not own:
+            continue
+        best = max(own, key=lambda label: mean(found[label]))
+        value = mean(found[best])
+        if (model, epochs) == ("vgg11", PAPER_EPOCHS):
+            here = f"{title(best)} {value:.2f}"
+            checks.append(Check(name, "SISA 91.25 %", here, value >= ENOUGH))
+        for other in ("adam", "sgd"):
+            if other in found and other in TABLE.get(model, {}):
+                above = TABLE[model]["sisa"] > TABLE[model][other]
+                paper = f"SISA is {'above' if above else 'below'} {title(other)}"
+                here = f"{value:.2f} and {mean(found[other]):.2f} after {epochs} epochs"
+                checks.append(Check(name, paper, here, (value > mean(found[other])) == above))
+    return checks
+
+
+def draw(results: Results, path: Path) -> None:
+    """Training loss and test accuracy, a row per model and length."""
+    rows = [
+        [
+            Panel(f"{MODELS[model]}, {epochs} epochs", "training loss", found, "epoch", "loss"),
+            Panel(
+                *(f"{MODELS[model]}, {epochs} epochs", "test accuracy, %", found),
+                *("epoch", "test_accuracy", 100.0),
+            ),
+        ]
+        for (model, epochs), found in panels(results).items()
+    ]
+    curves.draw(rows, path, "vision", "epoch")
+
+
+def report(results: Results) -> str:
+    """All tables."""
+    parts = []
+    for (model, epochs), found in panels(results).items():
+        data = "digits" if next(iter(found.values()))[0]["digits"] else "CIFAR-10"
+        if results["config"]["dataset"] == "imagenet":
+            data = "ImageNet"
+        parts += [f"**{MODELS[model]}**, {data}, {epochs} epochs", accuracies(model, found)]
+    statements = check(results)
+    if statements:
+        parts += ["**Statements**:", table(statements)]
+    return "\n\n".join([*parts, curves.made_with(results)]) + "\n"
+
+
+def accuracies(model: str, found: dict[str, list[Run]]) -> str:
+    lines = []
+    for label, runs in found.items():
+        paper = TABLE.get(model, {}).get(label.split("_")[0])
+        lines.append(
+            [
+                *(title(label), describe(runs[0]["settings"]), len(runs)),
+                mean_sd(run["last"] for run in runs),
+                mean_sd(run["best"] for run in runs),
+                "-" if paper is None else f"{paper:.2f}",
+                mean_sd((run["loss"][-1] for run in runs if run["loss"][-1] is not None), 4),
+                f"{statistics.median(run['epoch_seconds'] for run in runs):.2f}",
+            ]
+        )
+    heads = ["", "settings", "seeds", "test accuracy, %", "best epoch's", "paper, 200 epochs"]
+    return markdown([*heads, "training loss", "seconds per epoch"], lines)

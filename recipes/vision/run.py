@@ -1,0 +1,179 @@
+"""One run: the model, the images, the optimizer, and loss and accuracy as epochs go by."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recipes import datasets, optimizers
+from recipes.recipe import Line
+from recipes.training import Pass, drive, finite, precision, reseed
+from recipes.vision import data as images
+from recipes.vision import imagenet
+from recipes.vision.config import Config, Settings
+from recipes.vision.models import build
+
+__all__ = ["Training", "lacks", "ready", "run"]
+
+TEST_BATCH = 1000
+
+
+def run(
+    config: Config,
+    settings: Settings,
+    *,
+    device: str,
+    data: str | None = None,
+    compile: bool = False,
+    checkpoints: str | None = None,
+) -> Iterator[Line]:
+    """Yield loss and accuracy after every epoch; a run whose loss is not finite ends early.
+
+    Args:
+        config: for `save_every`.
+        settings: of the run.
+        device: where.
+        data: the data folder.
+        compile: whether torch.compile compiles the model.
+        checkpoints: folder to save in and to resume from; None for neither.
+    """
+    training = Training(settings, torch.device(device), data, compile)
+    file = None if checkpoints is None else Path(checkpoints) / f"{settings.name}.pt"
+    return drive(training, settings, file, config.save_every)
+
+
+class Training:
+    """A model in training.
+
+    Args:
+        settings: of the run.
+        device: where.
+        data: the data folder.
+        compile: whether to compile the model.
+    """
+
+    def __init__(
+        self, settings: Settings, device: torch.device, data: str | None, compile: bool = False
+    ) -> None:
+        self.settings, self.device, self.epochs, self.done = settings, device, settings.epochs, 0
+        self.elapsed = 0.0
+        if device.type == "cuda":
+            torch.backends.cudnn.benchmark = True
+            torch.set_float32_matmul_precision("high")
+        self.data = source(settings, data, device)
+        self.rounds = self.data.count // settings.batch
+        if not self.rounds:
+            raise ValueError(
+                f"batch must be at most the number of training images, {self.data.count}, "
+                f"got {settings.batch}"
+            )
+        seed = 2 * settings.seed + 1
+        self.model = build(
+            *(settings.dataset, settings.model, self.data.classes, settings.width, seed)
+        ).to(device)
+        self.forward = torch.compile(self.model) if compile else self.model
+        self.optimizer = optimizers.build(settings.choice, self.model, self.rounds)
+        self._pass: Pass | None = None
+        self._sums = torch.zeros(2, device=device)  # of losses and of right answers in an epoch
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a batch; adds it and the right answers to the epoch's sums."""
+        with precision(self.settings.precision, self.device):
+            outputs = self.forward(self.data.normalise(inputs))
+        outputs = outputs.float()
+        loss = F.cross_entropy(outputs, targets)
+        right = (outputs.detach().argmax(1) == targets).sum()
+        self._sums += torch.stack([loss.detach() * len(targets), right])
+        return loss
+
+    def epoch(self) -> Line:
+        """Train for an epoch, test, and return what to log."""
+        settings = self.settings
+        start = time.perf_counter()
+        reseed(settings.seed, self.done)
+        self.model.train()
+        parts = settings.choice.batches
+        share = settings.batch // parts
+        order = settings.batch, share, settings.seed, self.done
+        for number, (inputs, targets) in enumerate(self.data.batches(*order)):
+            if self._pass is None:
+                changes = [*self.model.buffers(), self._sums]
+                params = self.model.parameters()
+                graph = self.forward is self.model  # a compiled model is left to torch.compile
+                self._pass = Pass(self.loss, params, (inputs, targets), changes, graph)
+            moment = self.done + number // parts / self.rounds
+            rate = settings.schedule.factor(moment, settings.epochs)
+            optimizers.set_rate(self.optimizer, rate)
+            self._pass(inputs, targets)
+            self.optimizer.step()
+        self.done += 1
+        loss, right = (self._sums / (self.rounds * settings.batch)).tolist()
+        self._sums.zero_()
+        self.elapsed += time.perf_counter() - start
+        test_loss, accuracy = self.test()
+        return {
+            "epoch": self.done,
+            "loss": finite(loss),
+            "accuracy": right,
+            "test_loss": finite(test_loss),
+            "test_accuracy": accuracy,
+            "elapsed": round(self.elapsed, 3),
+            "state_bytes": optimizers.state_bytes(self.optimizer),
+            "fallback": self.data.name != settings.dataset,
+            "diverged": finite(loss) is None,
+        }
+
+    @torch.no_grad()
+    def test(self) -> tuple[float, float]:
+        """Loss and accuracy on the test images."""
+        self.model.eval()
+        sums = torch.zeros(2, device=self.device)
+        count = 0
+        for inputs, targets in self.data.tests(TEST_BATCH):
+            with precision(self.settings.precision, self.device):
+                outputs = self.forward(self.data.normalise(inputs))
+            outputs = outputs.float()
+            right = (outputs.argmax(1) == targets).sum()
+            sums += torch.stack([F.cross_entropy(outputs, targets, reduction="sum"), right])
+            count += len(targets)
+        loss, accuracy = (sums / count).tolist()
+        return loss, accuracy
+
+    def state(self) -> dict[str, Any]:
+        """All that it takes to go on, between epochs."""
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"done": self.done, "elapsed": self.elapsed, **parts}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.done, self.elapsed = state["done"], state["elapsed"]
+
+
+def source(settings: Settings, folder: str | None, device: torch.device) -> Any:
+    """The images of a run."""
+    if settings.dataset == "imagenet":
+        return imagenet.load(folder, str(device), settings.limit)
+    name = settings.dataset
+    if settings.fallback and datasets.missing(name, folder):
+        name = "digits"
+    return images.load(name, folder, str(device), settings.limit)
+
+
+def ready(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
+    """Raise FileNotFoundError if images are missing, CorruptFileError if they are damaged."""
+    for name in dict.fromkeys(each.dataset for each in settings if not each.fallback):
+        if name == "imagenet":
+            imagenet.locate(data)
+        else:
+            datasets.verify(name, data)
+
+
+def lacks(settings: Settings) -> str | None:
+    """Why this machine cannot do a run, or None."""
+    return optimizers.lacks(settings.choice.name)
