@@ -95,6 +95,7 @@ PILOT = (
     trial("nsisa", dual_decay=0.25, momentum=0.9),
     *(trial("misa", rest="own", lr=lr) for lr in (3e-3, 3.6e-3, 5e-3)),
     trial("misa", rest="own", lr=3.6e-3, momentum=0.85),
+    *(trial("misa", rest="own", lr=3e-3, momentum=momentum) for momentum in (0.85, 0.8)),
     trial("misa", rest="own", lr=3.6e-3, row_beta=None),
     trial("misa", rest="own", lr=3.6e-3, look_ahead=1.5),
     trial("misa", rest="own", lr=3.6e-3, beta=0.95),

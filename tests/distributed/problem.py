@@ -24,7 +24,7 @@ def spectral(
     eta: float = float("inf"),
     **more: Any,
 ) -> PISA:
-    """PISA with a spectral rule for matrices, at the consensus or local, and SISA's for the rest."""
+    """PISA with a spectral rule for matrices and SISA's for the rest."""
     params = list(params)
     rule = Spectral(eta, aspect_scaling=aspect_scaling)
     rest = {"preconditioner": SecondMoment(), "sigma": sisa_sigma, "rho": sisa_rho}

@@ -79,7 +79,7 @@ def test_is_the_formula(shape: tuple[int, int], matrix: bool, foreach: bool) -> 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch's Muon came with 2.9")
 @pytest.mark.parametrize("shape", [(16, 24), (40, 8)])
 def test_is_torchs_muon(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With c = 1 + mu and rows left alone; to rounding, once torch's iteration is in float32 too."""
+    """With c = 1 + mu and rows left alone; to rounding, if torch iterates in float32 too."""
     from torch.optim import _muon
 
     def iteration(grad: Tensor, *_: object) -> Tensor:
