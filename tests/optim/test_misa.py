@@ -145,17 +145,24 @@ def test_the_sum_of_a_round_is_given_back() -> None:
     assert "pending" not in opt.memory().by_name
 
 
-def test_warns_about_embeddings_once() -> None:
-    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
-    named = nn.ModuleDict({"token_embedding": model[0], "layer": model[1]})
-    with pytest.warns(
-        UserWarning, match=r"'token_embedding.weight' looks like an embedding.*split"
-    ):
-        MISA(named.named_parameters())
-    with pytest.warns(UserWarning, match=r"shape \(5000, 4\) looks like an embedding"):
-        MISA([nn.Parameter(torch.ones(5000, 4))])
-    MISA(split(model))
-    MISA([{"params": list(named.named_parameters()), "matrix": False}])
+def test_which_rule_a_parameter_takes() -> None:
+    layers = {
+        "token_embedding": nn.Embedding(50, 4),
+        "layer": nn.Linear(4, 3),
+        "out": nn.Linear(3, 1),
+    }
+    model = nn.ModuleDict(layers)
+    tall = nn.Parameter(torch.ones(1000, 4))
+    for opt, expected in [
+        (MISA(model.parameters()), [True, True, False, False, False]),
+        (MISA(model.named_parameters()), [False, True, False, False, False]),
+        (MISA(split(model, head="out")), [True, False, False, False, False]),
+        (MISA([tall, nn.Parameter(torch.ones(999, 4))]), [False, True]),
+        (MISA([{"params": [tall], "matrix": True}]), [True]),
+        (MISA([{"params": [nn.Parameter(torch.ones(3, 4))], "matrix": False}]), [False]),
+    ]:
+        params = [p for group in opt.param_groups for p in group["params"]]
+        assert ["moment" not in opt.state[p] for p in params] == expected
 
 
 def test_matrix_must_fit() -> None:

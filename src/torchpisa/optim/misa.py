@@ -1,6 +1,5 @@
 """MISA: one learning rate in AdamW's terms, matrices orthogonalised at the consensus. Ours."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
@@ -46,9 +45,10 @@ class MISA(Optimizer):
     \]
 
     P orthogonalises a matrix by Newton-Schulz steps and then divides each row by its running root
-    mean square. Everything else (vectors, and embeddings and output layers in groups with
-    `matrix=False`) is divided entry by entry by the running root mean square of r. Both have steps
-    as large as AdamW's, so one `lr` serves all parameters.
+    mean square. Everything else is divided entry by entry by the running root mean square of r:
+    vectors, and what seems to be an embedding or an output layer, by its name (if parameters are
+    named) or its shape (1,000 rows or more, and eight times as many as columns). Both have steps as
+    large as AdamW's, so one `lr` serves all parameters.
 
     State is 4 bytes per parameter for matrices (plus one number per row) and 8 for the rest. The
     dual \(\pi\) is shared by all batches, which is exact as long as each of them is in every round.
@@ -57,9 +57,9 @@ class MISA(Optimizer):
 
     Args:
         params: parameters, named parameters or parameter groups. A group may override everything
-            but `batches`, `weights`, `clip` and `nonfinite`; `matrix=False` keeps its matrices from
-            being orthogonalised, as `torchpisa.optim.param_groups.split(model)` does for embeddings
-            and the output layer.
+            but `batches`, `weights`, `clip` and `nonfinite`, and decide by `matrix=True` or `False`
+            whether its matrices are orthogonalised. `torchpisa.optim.param_groups.split(model)`
+            makes groups that know the model's embeddings and output layer.
         lr: learning rate, comparable to AdamW's: a number or a tensor.
         momentum: \(\mu\), how much of the average of gradients is kept, in [0, 1).
         weight_decay: \(\lambda\), decoupled from the gradient as in AdamW.
@@ -112,12 +112,10 @@ class MISA(Optimizer):
     # its slot.
     _step_supports_amp_scaling = True
 
-    _warned: bool = False  # about an embedding among the matrices
-
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 3e-3,
+        lr: float | Tensor = 4e-3,
         *,
         momentum: float = 0.9,
         weight_decay: float = 0.01,
@@ -368,11 +366,10 @@ class MISA(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        for param in added["params"]:
+        for name, param in _named(added):
             if param.requires_grad:
-                self._init_state(param, added)
+                self._init_state(param, added, name)
         self._params += added["params"]
-        self._warn_about_embeddings(added)
 
     def _member(self, param: Tensor, group: Group) -> "Member | None":
         """Return the parameter with its gradient and state, or None if it has no gradient."""
@@ -384,7 +381,10 @@ class MISA(Optimizer):
                 f"gradients must be dense, got {grad.layout} for a parameter of shape "
                 f"{tuple(param.shape)}; give nn.Embedding sparse=False"
             )
-        state = self.state.get(param) or self._init_state(param, group)
+        state = self.state.get(param)
+        if not state:
+            (name,) = (name for name, own in _named(group) if own is param)
+            state = self._init_state(param, group, name)
         if state["dual"].get_device() != param.get_device():
             for key, value in state.items():
                 if key != "step" or group["capturable"]:
@@ -396,13 +396,13 @@ class MISA(Optimizer):
             )
         return sharded.part(Member(param, grad, state))
 
-    def _init_state(self, param: Tensor, group: Group) -> State:
+    def _init_state(self, param: Tensor, group: Group, name: str | None) -> State:
         dtype = param.dtype
         if not dtype.is_complex:
             dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
         state: State = self.state[param]
         state["dual"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        if not _is_orthogonalized(group, param):
+        if not _is_orthogonalized(param, group, name):
             state["moment"] = torch.zeros_like(state["dual"])
         elif group["row_beta"] is not None:
             # (rows, 1, ...), so that it is sharded with the rows of its parameter.
@@ -412,27 +412,10 @@ class MISA(Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         return state
 
-    def _warn_about_embeddings(self, group: Group) -> None:
-        if self._warned or group["matrix"] is not None:
-            return
-        names = group.get("param_names") or [None] * len(group["params"])
-        for name, param in zip(names, group["params"], strict=True):
-            if looks_like_embedding(name, param):
-                self._warned = True
-                what = f"{name!r}" if name else f"a parameter of shape {tuple(param.shape)}"
-                warnings.warn(
-                    f"{what} looks like an embedding or an output layer, which trains better "
-                    "without being orthogonalised: MISA(torchpisa.optim.param_groups.split(model))"
-                    " keeps them apart, matrix=True in its group silences this",
-                    stacklevel=4,
-                )
-                return
-
     def _forget(self) -> None:
         """Start afresh with what belongs to this object and is never saved."""
         self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
         self._number = traced.register(self)
-        self._warned = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -449,9 +432,9 @@ class MISA(Optimizer):
         super().load_state_dict(state_dict)
         checkpoint.restore(state_dict, previous, self.param_groups, self.state)
         for group in self.param_groups:
-            for param in group["params"]:
+            for name, param in _named(group):
                 if param.requires_grad and not self.state.get(param):
-                    self._init_state(param, group)
+                    self._init_state(param, group, name)
 
     def _free_slots(self) -> list[int]:
         visited = self.param_groups[0]["visited"]
@@ -598,7 +581,7 @@ def _kinds(
     """Yield members that share rule, device and dtypes, with their gradients."""
     kinds: dict[Any, list[tuple[Member, Tensor]]] = {}
     for member, grad in zip(members, grads, strict=True):
-        matrix = _is_orthogonalized(group, member.origin)
+        matrix = "moment" not in member.state
         dtypes = member.param.dtype, member.state["dual"].dtype, grad.dtype
         kind = matrix, member.param.device, dtypes, member.whole is None
         kinds.setdefault(kind, []).append((member, grad))
@@ -657,8 +640,17 @@ def _shape(member: Member) -> tuple[int, int]:
     return whole.size(0), whole.numel() // whole.size(0)
 
 
-def _is_orthogonalized(group: Group, param: Tensor) -> bool:
-    return group["matrix"] is not False and is_matrix(param)
+def _named(group: Group) -> Iterator[tuple[str | None, Tensor]]:
+    """Return the parameters of a group with their names, None for those without."""
+    names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
+    return zip(names, group["params"], strict=True)
+
+
+def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:
+    if group["matrix"] is not None or not is_matrix(param):
+        return bool(group["matrix"]) and is_matrix(param)
+    single = param.size(0) == 1 or param.numel() == param.size(0)
+    return not single and not looks_like_embedding(name, param)
 
 
 def _lr(group: Group) -> Scalar:

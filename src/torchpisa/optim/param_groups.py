@@ -9,9 +9,9 @@ __all__ = ["is_matrix", "looks_like_embedding", "split"]
 
 # Parts of the names that embeddings and output layers have in common libraries.
 _EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head", "output_layer")
-# Rows per column, and rows, from which on a matrix is taken for one: hidden layers are rarely wider
-# than eight times their input.
-_TALL, _MANY = 16, 4096
+# Rows, and rows per column, from which on a matrix is taken for one: hidden layers have fewer rows
+# or more columns.
+_MANY, _TALL = 1000, 8
 
 
 def is_matrix(param: object) -> bool:
@@ -25,7 +25,7 @@ def is_matrix(param: object) -> bool:
 
 
 def looks_like_embedding(name: str | None, param: Tensor) -> bool:
-    """Return whether a matrix seems to be an embedding or an output layer, by name or shape."""
+    """Return whether a parameter seems to be an embedding or an output layer, by name or shape."""
     if param.dim() != 2:
         return False
     if name is not None and any(part in name.lower() for part in _EMBEDDING_NAMES):
@@ -34,30 +34,56 @@ def looks_like_embedding(name: str | None, param: Tensor) -> bool:
     return rows >= _MANY and rows >= _TALL * cols
 
 
-def split(model: nn.Module, head: str | Iterable[str] | None = None) -> list[dict[str, Any]]:
-    """Groups for NSISA and MISA: hidden matrices apart from embeddings, output layer and vectors.
+def split(
+    model: nn.Module,
+    head: str | Iterable[str] | None = None,
+    weight_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Return groups for NSISA and MISA: hidden matrices, embeddings and output layers, vectors.
 
     Args:
         model: the model. A parameter shared by an embedding and another layer counts as embedding.
         head: name or names of the output layers, as in `model.named_modules()`. By default what
             `model.get_output_embeddings()` returns if there is such a method (transformers), else
             the last `nn.Linear`. `()` for none.
+        weight_decay: of everything but vectors (biases, norms), which get 0. By default that of the
+            optimizer, for all of them.
 
     Returns:
-        Two groups with named parameters, `matrix=True` and `False`; frozen parameters are
-        left out. Add settings of your own to them, such as `group["weight_decay"] = 0.1`.
+        Groups with named parameters, `matrix=True` for the hidden matrices and `False` for the
+        rest, which is one group or, with a `weight_decay`, two. Frozen parameters are left out.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+        >>> for group in split(model, weight_decay=0.1):
+        ...     names = [name for name, _ in group["params"]]
+        ...     print(names, group["matrix"], group["weight_decay"])
+        ['1.weight'] True 0.1
+        ['0.weight', '2.weight'] False 0.1
+        ['1.bias', '2.bias'] False 0.0
     """
     modules = dict(model.named_modules())
     embeddings = [m for m in modules.values() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     apart = {id(p) for m in [*embeddings, *_heads(model, modules, head)] for p in m.parameters()}
-    groups: list[dict[str, Any]] = [
-        {"params": [], "matrix": True},
-        {"params": [], "matrix": False},
-    ]
+    matrices: list[tuple[str, nn.Parameter]] = []
+    tables: list[tuple[str, nn.Parameter]] = []
+    vectors: list[tuple[str, nn.Parameter]] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            orthogonalize = is_matrix(param) and id(param) not in apart
-            groups[0 if orthogonalize else 1]["params"].append((name, param))
+            kind = tables if id(param) in apart else matrices
+            (kind if is_matrix(param) else vectors).append((name, param))
+    groups: list[dict[str, Any]] = [{"params": matrices, "matrix": True}]
+    if weight_decay is None:
+        rest = {id(param) for _, param in tables + vectors}
+        ordered = [(name, p) for name, p in model.named_parameters() if id(p) in rest]
+        groups += [{"params": ordered, "matrix": False}]
+    else:
+        groups[0]["weight_decay"] = weight_decay
+        groups += [
+            {"params": tables, "matrix": False, "weight_decay": weight_decay},
+            {"params": vectors, "matrix": False, "weight_decay": 0.0},
+        ]
     return [group for group in groups if group["params"]]
 
 
