@@ -103,9 +103,9 @@ class MISA(Optimizer):
         ...     opt.zero_grad()
         ...     loss.backward()
         ...     opt.step()
-        0.9
+        2.0
+        1.0
         0.2
-        0.0
     """
 
     # GradScaler then calls step() even when it found infinities, so that a skipped batch uses up
@@ -366,9 +366,9 @@ class MISA(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        for name, param in _named(added):
+        for param_name, param in _named(added):
             if param.requires_grad:
-                self._init_state(param, added, name)
+                self._init_state(param, added, param_name)
         self._params += added["params"]
 
     def _member(self, param: Tensor, group: Group) -> "Member | None":
@@ -383,7 +383,7 @@ class MISA(Optimizer):
             )
         state = self.state.get(param)
         if not state:
-            (name,) = (name for name, own in _named(group) if own is param)
+            (name,) = (name for name, other in _named(group) if other is param)
             state = self._init_state(param, group, name)
         if state["dual"].get_device() != param.get_device():
             for key, value in state.items():
