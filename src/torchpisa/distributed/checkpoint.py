@@ -285,7 +285,7 @@ def _whole_state(source: Stored, everything: Contents, name: str) -> dict[str, A
     tensors = _read(source, list(keys.values()))
     state: dict[str, Any] = {f"{kind}.{node}": tensors[key] for (kind, node), key in keys.items()}
     for node in nodes:
-        state[f"step.{node}"] = torch.tensor(everything.steps[name][node])
+        state[f"step.{node}"] = torch.tensor(everything.steps[name][node], dtype=torch.float32)
     if len(nodes) > 1:
         state["pending"] = torch.zeros_like(state["dual.0"])
         remap.add_pending(source, {name: state["pending"]})

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms import pisa
-from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
+from torchpisa.kernels.job import (
+    LocalJob,
+    Member,
+    Move,
+    check_shapes,
+    compute_dtype,
+    real,
+    shaped_alike,
+    state_key,
+)
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import LocalProblem, Preconditioner
 from torchpisa.preconditioners.base import State
@@ -18,6 +27,7 @@ __all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
 @torch.no_grad()
 def local_step(job: LocalJob) -> None:
     """See `Kernel`."""
+    check_shapes(job.members, shaped_alike(job.preconditioner, job.slot))
     chunks = [job.members] if job.preconditioner.joint else [[member] for member in job.members]
     for chunk in chunks:
         if not chunk:
@@ -39,6 +49,7 @@ def local_step(job: LocalJob) -> None:
 @torch.no_grad()
 def add_dual(members: list[Member], slot: int, weight: float, stochastic_rounding: bool) -> None:
     """Let an absent batch contribute its dual, u_i = pi_i."""
+    check_shapes(members, (state_key("dual", slot), "pending"))
     for param, _, state, _ in members:
         pending, dual = real(state["pending"]), real(state[state_key("dual", slot)])
         total = weight * dual.to(compute_dtype(real(param), dual))
@@ -51,6 +62,7 @@ def add_dual(members: list[Member], slot: int, weight: float, stochastic_roundin
 @torch.no_grad()
 def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
     """See `Kernel`."""
+    check_shapes(members, ("pending",))
     for member in members:
         _move(member, real(member.state["pending"]), move, keep)
 
@@ -122,6 +134,12 @@ def _check_solution(
                 f"new state must have the names of {name}.init, {sorted(state)}, got "
                 f"{sorted(new_state)}"
             )
+        for key, value in new_state.items():
+            if value.shape != state[key].shape:
+                raise ValueError(
+                    f"new {key} of {name} must have the shape {tuple(state[key].shape)} that it "
+                    f"was made with, got {tuple(value.shape)}"
+                )
 
 
 def _store(

@@ -12,9 +12,12 @@ from torchpisa.algorithms.pisa import Scalar
 if TYPE_CHECKING:
     from torchpisa.preconditioners.spectral import Spectral
 
-__all__ = ["LocalProblem", "Preconditioner", "State"]
+__all__ = ["LocalProblem", "Preconditioner", "State", "initial_state"]
 
 State = Mapping[str, Tensor]
+
+# What optimizers and clients keep beside the preconditioner's state, in the same dictionaries.
+_RESERVED = ("arrived", "dual", "moved", "pending", "step")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,10 @@ class Preconditioner(ABC):
         return None
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
-        """State of one batch for `param` before the first round, by name. None by default."""
+        """State of one batch for `param` before the first round, by name. None by default.
+
+        Names are yours to choose, except `dual`, `step`, `pending`, `arrived` and `moved`.
+        """
         return {}
 
     @abstractmethod
@@ -86,3 +92,23 @@ class Preconditioner(ABC):
     def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor | None:
         """Diagonal of Q as of the last solve, for reports; None if Q has no useful one."""
         return None
+
+
+def initial_state(preconditioner: Preconditioner, param: Tensor) -> dict[str, Tensor]:
+    """Return what `preconditioner.init` gives for `param`.
+
+    Raises:
+        ValueError: it has a name that is taken, or something that is not a tensor.
+    """
+    state = preconditioner.init(param)
+    for name, value in state.items():
+        if not isinstance(name, str) or not name or "." in name or name in _RESERVED:
+            raise ValueError(
+                f"names of {type(preconditioner).__name__}.init must be strings without '.', and "
+                f"none of {', '.join(_RESERVED)}, which are taken, got {name!r}"
+            )
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} of {type(preconditioner).__name__}.init must be a tensor, got {value!r}"
+            )
+    return state

@@ -62,7 +62,7 @@ class Spectral(Preconditioner):
         check_range("average", self.average, 0, 1, high_open=True)
         check_choice("aspect_scaling", self.aspect_scaling, (True, False))
         check_choice("method", self.method, ("auto", "svd", "gram", "polar", "smooth"))
-        check_count("ns_steps", self.ns_steps)
+        check_count("ns_steps", self.ns_steps, high=100)  # many more than any matrix needs
         if self.method == "smooth" and (self.eta < math.inf or self.average):
             raise ValueError(
                 "method must not be 'smooth' with a finite eta or an average, got "
