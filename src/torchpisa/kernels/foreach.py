@@ -176,17 +176,19 @@ def _spectral(job: LocalJob, members: list[Member], duals: Tensors, grads: Tenso
     own = job.preconditioner
     assert isinstance(own, Spectral)
     rs = _residuals(job, duals, grads)
+    # For sigma d at once: (sigma I + rho Q)^-1 r leaves the range of the dtype as sigma grows.
+    ratio = job.rho / job.sigma
     if own.average:
         stored = _own(members, "average", job.slot)
         averages = _as(stored, rs[0].dtype)
         matrices, steps = [r.flatten(1) for r in rs], _steps(job, members)
-        ys, averages = resolvent.averaged(matrices, averages, steps, own, job.sigma, job.rho)
+        ys, averages = resolvent.averaged(matrices, averages, steps, own, 1.0, ratio)
         _write_back(stored, averages, job.stochastic_rounding)
     else:
-        ys = _resolvents(members, rs, own, job.sigma, job.rho)
+        ys = _resolvents(members, rs, own, 1.0, ratio)
     # Into the memory of r, which is laid out like the dual.
     torch._foreach_copy_(rs, [y.reshape(r.shape) for y, r in zip(ys, rs, strict=True)])
-    torch._foreach_mul_(rs, -job.sigma)
+    torch._foreach_neg_(rs)
     return rs
 
 

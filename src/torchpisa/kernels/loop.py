@@ -19,7 +19,7 @@ from torchpisa.kernels.job import (
 )
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import LocalProblem, Preconditioner
-from torchpisa.preconditioners.base import State
+from torchpisa.preconditioners.base import State, solve_for_deltas
 
 __all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
 
@@ -37,12 +37,12 @@ def local_step(job: LocalJob) -> None:
             _own_state(job, member, problem.dual.dtype)
             for member, problem in zip(chunk, problems, strict=True)
         ]
-        solved = job.preconditioner.solve_all(problems, states)
+        solved = solve_for_deltas(job.preconditioner, problems, states)
         _check_solution(job.preconditioner, problems, states, solved)
-        for member, problem, state, (d, new_state) in zip(
+        for member, problem, state, (delta, new_state) in zip(
             chunk, problems, states, solved, strict=True
         ):
-            local = pisa.local_step(problem.dual, d, job.sigma, job.dual_decay)
+            local = pisa.local_step_of_delta(problem.dual, delta, job.dual_decay)
             _store(job, member, problem, local, state, new_state)
 
 

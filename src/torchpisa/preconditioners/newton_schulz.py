@@ -35,6 +35,7 @@ class NewtonSchulz(Preconditioner):
     """
 
     clips: ClassVar[bool] = False
+    homogeneous: ClassVar[bool] = True
 
     momentum: float = 0.95
     nesterov: bool = False

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Spectral(Preconditioner):
         ns_steps: Newton-Schulz iterations of `"smooth"`.
         dtype: what they are computed in; the state's dtype by default.
     """
+
+    homogeneous: ClassVar[bool] = True
 
     eta: float = math.inf
     average: float = 0.0
