@@ -5,6 +5,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["check_choice", "check_count", "check_range"]
@@ -20,11 +21,9 @@ def check_range(
     high_open: bool = False,
 ) -> None:
     """Raise ValueError unless `value` is a number (or a tensor of one) in the interval."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if number or (isinstance(value, Tensor) and value.numel() == 1):
-        x = float(value)
-        if (x > low if low_open else x >= low) and (x < high if high_open else x <= high):
-            return
+    x = _number(value)
+    if (x > low if low_open else x >= low) and (x < high if high_open else x <= high):
+        return
     # Written out because a reader of the message should not have to decode it.
     if high == math.inf:
         legal = f"a {'finite ' if high_open else ''}number {'>' if low_open else '>='} {low:g}"
@@ -33,13 +32,30 @@ def check_range(
     raise ValueError(f"{name} must be {legal}, got {value!r}")
 
 
+def _number(value: Any) -> float:
+    """`value` as a float if it is a real number or a tensor of one, else nan; bools are neither."""
+    if isinstance(value, Tensor):
+        real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+        return float(value) if real and not value.is_meta else math.nan
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if not any(value is choice or value == choice for choice in choices):
+    """Raise ValueError unless `value` is one of `choices`; 1 is not True."""
+    words = [choice for choice in choices if isinstance(choice, str)]
+    known = value in words if isinstance(value, str) else any(value is c for c in choices)
+    if not known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_count(name: str, value: Any, low: int = 1) -> None:
-    """Raise ValueError unless `value` is an integer of at least `low`."""
+def check_count(name: str, value: Any, low: int = 1, high: float = math.inf) -> None:
+    """Raise ValueError unless `value` is an integer of at least `low` and at most `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+    if value > high:
+        raise ValueError(f"{name} must be an integer <= {high}, got {value!r}")

@@ -1,19 +1,46 @@
 r"""Rules for the penalty: \(\sigma_i^{\ell+1} = \sigma_i^\ell / \gamma_i\), equation (2.12).
 
 `gamma` of an optimizer is a number in (0, 1] or any function that returns one for the iteration
-\(\ell = 0, 1, 2, \dots\) The rules of the paper that are not constant are here.
+\(\ell = 0, 1, 2, \dots\) The rules of the paper that are not constant are here. Growth ends at
+`LARGEST_SIGMA`.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from torchpisa.checks import check_count, check_range
 
-__all__ = ["Every", "Gamma", "WarmDown", "gamma_l", "k0"]
+__all__ = ["LARGEST_SIGMA", "Every", "Gamma", "WarmDown", "gamma_l", "grown", "k0"]
+
+LARGEST_SIGMA = 1e30
+"""Up to where a penalty grows: the steps it leaves are lost in the rounding of any weight by then,
+and float32 ends at 3.4e38."""
+
+Scalar = float | Tensor
 
 Gamma = float | Callable[[int], float]
 """A number in (0, 1], or a function of the iteration that returns one."""
+
+
+def grown(sigma: Scalar, gamma: Scalar) -> Scalar:
+    r"""\(\sigma_i / \gamma_i\), equation (2.12), up to `LARGEST_SIGMA`.
+
+    A sigma that was larger from the start stays what it is.
+
+    Examples:
+        >>> grown(2.0, 0.5), grown(8e29, 0.5), grown(1e35, 0.5)
+        (4.0, 1e+30, 1e+35)
+    """
+    new = sigma / gamma
+    if not isinstance(new, Tensor):
+        return max(sigma, min(new, LARGEST_SIGMA))
+    if isinstance(sigma, Tensor):
+        return torch.maximum(sigma, new.clamp(max=LARGEST_SIGMA))
+    return new.clamp(max=max(sigma, LARGEST_SIGMA))
 
 
 def k0(gamma: float) -> int:

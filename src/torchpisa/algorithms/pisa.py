@@ -22,6 +22,7 @@ __all__ = [
     "consensus_of_deltas",
     "initial_consensus",
     "local_step",
+    "local_step_of_delta",
     "residual",
 ]
 
@@ -56,7 +57,14 @@ def local_step(dual: Tensor, d: Tensor, sigma: Scalar, dual_decay: float = 1.0) 
         sigma: \(\sigma_i^{\ell+1}\), already divided by gamma.
         dual_decay: factor on the new dual; the paper's algorithms have none (1).
     """
-    delta = sigma * d
+    return local_step_of_delta(dual, sigma * d, dual_decay)
+
+
+def local_step_of_delta(dual: Tensor, delta: Tensor, dual_decay: float = 1.0) -> Local:
+    r"""`local_step` from \(\delta_i = \sigma_i d_i\), which stays finite when sigma grows.
+
+    \(d_i\) itself tends to zero then, and may leave the range of the dtype.
+    """
     return Local(contribution=dual + 2 * delta, dual=dual_decay * (dual + delta), delta=delta)
 
 

@@ -184,7 +184,9 @@ def export(directory: Location, file: Location) -> None:
 
 
 def latest(root: Location) -> Path | None:
-    """The newest complete checkpoint in `root`, or None if there is none.
+    """Return the newest complete checkpoint in `root`, or None if there is none.
+
+    One that a run was killed while replacing counts: `load` and `export` find what it held before.
 
     Args:
         root: a folder of checkpoints whose names end in a number, such as `step-000120`; the
@@ -193,9 +195,11 @@ def latest(root: Location) -> Path | None:
     folder = Path(root)
     found = []
     for entry in folder.iterdir() if folder.is_dir() else ():
-        number = re.search(r"\d+$", entry.name)
-        if number and (entry / METADATA).is_file():
-            found.append((int(number[0]), entry))
+        aside = re.fullmatch(r"\.(.+)\.old", entry.name)  # see `_beside`
+        path = folder / aside[1] if aside else entry
+        number = re.search(r"\d+$", path.name)
+        if number and (_found(path) / METADATA).is_file():
+            found.append((int(number[0]), path))
     return max(found)[1] if found else None
 
 
@@ -285,7 +289,7 @@ def _whole_state(source: Stored, everything: Contents, name: str) -> dict[str, A
     tensors = _read(source, list(keys.values()))
     state: dict[str, Any] = {f"{kind}.{node}": tensors[key] for (kind, node), key in keys.items()}
     for node in nodes:
-        state[f"step.{node}"] = torch.tensor(everything.steps[name][node])
+        state[f"step.{node}"] = torch.tensor(everything.steps[name][node], dtype=torch.float32)
     if len(nodes) > 1:
         state["pending"] = torch.zeros_like(state["dual.0"])
         remap.add_pending(source, {name: state["pending"]})

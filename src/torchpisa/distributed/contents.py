@@ -187,7 +187,9 @@ def unpack(packed: Group, device: torch.device) -> Group:
         group["kept"] = torch.tensor(group["kept"], dtype=torch.bool, device=device)
     if group["capturable"]:
         for name in ("sigma", "rho"):
-            group[name] = [torch.tensor(entry, device=device) for entry in group[name]]
+            group[name] = [
+                torch.tensor(entry, dtype=torch.float32, device=device) for entry in group[name]
+            ]
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].to(device)
     return group

@@ -50,8 +50,8 @@ def own_contents(params: Sequence[Named], optimizer: ConsensusOptimizer) -> Cont
     steps: dict[str, list[float]] = {}
     arrived: dict[str, list[int]] = {}
     for name, param in (entry for own in params for entry in own):
-        if param in optimizer.state:
-            held = optimizer.state[param]
+        held = optimizer._state_of(param)
+        if held is not None:
             state[name] = [key.removesuffix(".0") for key in held if _is_of_node(key, 0)]
             steps[name] = [held[f"step.{slot}"].item() for slot in range(optimizer.batches)]
             arrived[name] = [held["arrived"]]
@@ -71,7 +71,7 @@ def own_state(params: Sequence[Named], optimizer: ConsensusOptimizer) -> dict[st
     rank, batches = rank_of(optimizer), optimizer.batches
     tensors = {}
     for name, param in (entry for own in params for entry in own):
-        held = optimizer.state.get(param, {})
+        held = optimizer._state_of(param) or {}
         for slot in range(batches):
             for key in filter(lambda key: _is_of_node(key, slot), held):
                 kind = key.removesuffix(f".{slot}")

@@ -107,7 +107,7 @@ def _states(
     states: dict[str, State] = {}
     for name, param in own:
         saved = name in source.contents.state
-        if saved != (param in optimizer.state):
+        if saved != (optimizer._state_of(param) is not None):
             optimizer._init_state(param, group)
         if saved:
             member = optimizer._member(param, None, group)  # which moves to the parameter's device
@@ -213,13 +213,17 @@ def _read(source: Stored, states: Mapping[str, State], node: int) -> dict[str, S
     olds: dict[str, State] = {}
     into = {}
     for name, own in states.items():
-        olds[name] = {f"step.{slot}": torch.tensor(source.contents.steps[name][node])}
+        olds[name] = {f"step.{slot}": _counter(source.contents.steps[name][node])}
         for kind in source.contents.state[name]:
             key = state_key(name, kind, node)
             into[key] = torch.empty_like(own[f"{kind}.0"], dtype=source.kinds[key].dtype)
             olds[name][f"{kind}.{slot}"] = into[key]
     source.read(into)
     return olds
+
+
+def _counter(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def _settings(

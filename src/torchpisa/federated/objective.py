@@ -160,7 +160,7 @@ def accuracy(
     @torch.no_grad()
     def evaluate(model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
-        hits = losses = torch.zeros((), device=device)
+        hits = losses = torch.zeros((), dtype=torch.float32, device=device)
         parts = zip(torch.split(inputs, chunk), torch.split(targets, chunk), strict=True)
         for x, y in parts:
             outputs, y = model(x.to(device)), y.to(device)

@@ -124,8 +124,11 @@ def _fits(member: Member, slot: int) -> bool:
     tensors = [param, state[state_key("dual", slot)], state[state_key("moment", slot)]]
     if grad is not None:
         tensors.append(grad)
+    if "pending" in state:
+        tensors.append(state["pending"])
     return all(
         tensor.dtype == dtype
+        and tensor.shape == param.shape  # `foreach` says what is wrong
         and tensor.is_cpu
         and tensor.is_contiguous()
         and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -200,7 +203,7 @@ def _step(job: LocalJob, numbers: _Numbers, block: list[_Piece], scratch: Sequen
     momenta = _rooms(params, scratch[1])
     if own.scheme == "rmsprop":
         # After so many steps there is no bias to correct.
-        steps = [torch.tensor(1e18, device="cpu")] * len(steps)
+        steps = [torch.tensor(1e18, dtype=torch.float32, device="cpu")] * len(steps)
     if numbers.shrink != 0:
         torch._foreach_add_(targets, targets, alpha=-numbers.shrink)
     torch._foreach_add_(targets, duals, alpha=-numbers.scale)

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz, resolvent, sharded
-from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
+from torchpisa.kernels.job import (
+    LocalJob,
+    Member,
+    Move,
+    check_shapes,
+    compute_dtype,
+    real,
+    shaped_alike,
+    state_key,
+)
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import (
     Identity,
@@ -45,6 +54,7 @@ def knows(preconditioner: Preconditioner) -> bool:
 def local_step(job: LocalJob) -> None:
     """See `Kernel`."""
     solve = _SOLVERS[type(job.preconditioner)]
+    check_shapes(job.members, shaped_alike(job.preconditioner, job.slot))
     for members in _alike(job.members, job.slot):
         dtype = _dtype(members, job.slot)
         stored = _own(members, "dual", job.slot)
@@ -70,6 +80,7 @@ def local_step(job: LocalJob) -> None:
 def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
     """See `Kernel`; for `keep` None."""
     assert keep is None
+    check_shapes(members, ("pending",))
     for alike in _alike(members, 0):
         _move(alike, [real(member.state["pending"]) for member in alike], move)
 
@@ -165,17 +176,19 @@ def _spectral(job: LocalJob, members: list[Member], duals: Tensors, grads: Tenso
     own = job.preconditioner
     assert isinstance(own, Spectral)
     rs = _residuals(job, duals, grads)
+    # For sigma d at once: (sigma I + rho Q)^-1 r leaves the range of the dtype as sigma grows.
+    ratio = job.rho / job.sigma
     if own.average:
         stored = _own(members, "average", job.slot)
         averages = _as(stored, rs[0].dtype)
         matrices, steps = [r.flatten(1) for r in rs], _steps(job, members)
-        ys, averages = resolvent.averaged(matrices, averages, steps, own, job.sigma, job.rho)
+        ys, averages = resolvent.averaged(matrices, averages, steps, own, 1.0, ratio)
         _write_back(stored, averages, job.stochastic_rounding)
     else:
-        ys = _resolvents(members, rs, own, job.sigma, job.rho)
+        ys = _resolvents(members, rs, own, 1.0, ratio)
     # Into the memory of r, which is laid out like the dual.
     torch._foreach_copy_(rs, [y.reshape(r.shape) for y, r in zip(ys, rs, strict=True)])
-    torch._foreach_mul_(rs, -job.sigma)
+    torch._foreach_neg_(rs)
     return rs
 
 
@@ -249,7 +262,9 @@ def _own(members: list[Member], name: str, slot: int) -> Tensors:
 
 
 def _as(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
+    if all(tensor.dtype == dtype for tensor in tensors):
+        return tensors
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _write_back(stored: Tensors, computed: Tensors, stochastic_rounding: bool) -> None:

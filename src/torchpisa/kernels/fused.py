@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from torchpisa.kernels import table
-from torchpisa.kernels.job import LocalJob, Member, Move, state_key
+from torchpisa.kernels.job import (
+    LocalJob,
+    Member,
+    Move,
+    check_shapes,
+    mark_changed,
+    state_key,
+)
 from torchpisa.kernels.optional import without_triton
 from torchpisa.kernels.table import Launch, Matrices, Row
 from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
@@ -57,6 +64,8 @@ class Plan:
         for own in self.launches:
             with _on(own.kind.device):
                 launch.local_step(job, own)
+        if job.move is not None:
+            mark_changed(member.param for member in job.members)
         for member in job.members:
             member.state["arrived"] |= 1 << job.slot
         self.copies.clear()
@@ -88,6 +97,7 @@ class Plan:
         for own in self.launches:
             with _on(own.kind.device):
                 launch.consensus(move, keep, own)
+        mark_changed(member.param for member in members)
 
 
 Plans = dict[Hashable, Plan]
@@ -122,6 +132,7 @@ def find(
         return reason
     if isinstance(preconditioner, NewtonSchulz) and any(m.whole is not None for m in members):
         return "matrices are sharded, so they have to be brought together first"
+    check_shapes(members, (*keys[:2], "pending"))
     for param, grad, state, _ in members:
         assert grad is not None
         own = [state[name] for name in (*keys[:2], "pending") if name in state]
@@ -129,8 +140,12 @@ def find(
             if tensor.dtype not in _DTYPES:
                 kind = "gradient" if tensor is grad else "state"
                 return f"a {kind} is of {tensor.dtype}, not float32, bfloat16 or float16"
+        if any(tensor.dtype != own[0].dtype for tensor in own):
+            return "state of one parameter is of several dtypes"
         if any(tensor.stride() != param.stride() for tensor in own):
             return "state is laid out in another way than its parameter"
+        if any(tensor.device != param.device for tensor in (grad, *own)):
+            return "a gradient or state is on another device than its parameter"
         # Where the kernels can count, for good; elsewhere it would have to be sent every time.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
     rows, copies = _local_rows(members, *keys)
@@ -160,9 +175,12 @@ def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Pl
     reason = obstacle([member.param for member in members], None)
     if reason is not None:
         return reason
+    check_shapes(members, ("pending",))
     rows: list[Row] = []
     for param, _, state, _ in members:
         pending = state["pending"]
+        if pending.device != param.device:
+            return "a pending sum is on another device than its parameter"
         if pending.dtype not in _DTYPES or pending.stride() != param.stride():
             return "a pending sum is of another dtype or layout than its parameter"
         addresses = (param.data_ptr(), 0, 0, 0, pending.data_ptr(), 0)
@@ -210,6 +228,7 @@ def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> lis
             state["pending"].data_ptr() if "pending" in state else 0,
             state[step].data_ptr(),
             param.numel(),
+            grad.numel(),  # type: ignore[union-attr]
             grad.dtype,  # type: ignore[union-attr]
             grad.is_contiguous() or grad.stride(),  # type: ignore[union-attr]
             not state["arrived"],

@@ -1,6 +1,6 @@
 """What an optimizer hands to a kernel: tensors, and the numbers of one round."""
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.preconditioners import Preconditioner, Spectral
+from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment, Spectral
 
-__all__ = ["Kernel", "LocalJob", "Member", "Move", "state_key"]
+__all__ = ["Kernel", "LocalJob", "Member", "Move", "check_shapes", "mark_changed"]
+__all__ += ["shaped_alike", "state_key"]
 
 
 def state_key(name: str, slot: int) -> str:
@@ -103,6 +104,47 @@ class Kernel(Protocol):
 def real(tensor: Tensor) -> Tensor:
     """A complex tensor seen as pairs of real numbers; a real one as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def check_shapes(members: Iterable[Member], keys: Iterable[str]) -> None:
+    """Raise ValueError if a gradient, or state under `keys`, is not shaped like its parameter.
+
+    Kernels compute with addresses and sizes, or broadcast: neither would notice.
+    """
+    keys = tuple(keys)
+    for param, grad, state, _ in members:
+        if grad is not None and grad.shape != param.shape:
+            raise ValueError(
+                f"gradients must be shaped like their parameters, got one of shape "
+                f"{tuple(grad.shape)} for a parameter of shape {tuple(param.shape)}"
+            )
+        for key in keys:
+            if key in state and state[key].shape != param.shape:
+                raise ValueError(
+                    f"a parameter must keep the shape that its state has, got a parameter of shape "
+                    f"{tuple(param.shape)} with {key} of shape {tuple(state[key].shape)}: make a "
+                    "new optimizer after parameters were resized, or give the new parameter to "
+                    "add_param_group"
+                )
+
+
+def shaped_alike(preconditioner: Preconditioner, slot: int) -> list[str]:
+    """Return the keys of state that is shaped like its parameter; others may have any shape."""
+    names = ["dual"]
+    if isinstance(preconditioner, SecondMoment):
+        names.append("moment")
+    elif isinstance(preconditioner, NewtonSchulz):
+        names.append("momentum")
+    return [*(state_key(name, slot) for name in names), "pending"]
+
+
+def mark_changed(params: Iterable[Tensor]) -> None:
+    """Tell autograd that `params` were written to by code that torch does not see.
+
+    A backward pass through what they were before then raises, as it does after any other step.
+    """
+    for param in params:  # one by one: older versions of torch take no lists
+        torch.autograd.graph.increment_version(param)
 
 
 def compute_dtype(param: Tensor, state: Tensor) -> torch.dtype:

@@ -7,10 +7,19 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms import pisa
-from torchpisa.kernels.job import LocalJob, Member, Move, compute_dtype, real, state_key
+from torchpisa.kernels.job import (
+    LocalJob,
+    Member,
+    Move,
+    check_shapes,
+    compute_dtype,
+    real,
+    shaped_alike,
+    state_key,
+)
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import LocalProblem, Preconditioner
-from torchpisa.preconditioners.base import State
+from torchpisa.preconditioners.base import State, solve_for_deltas
 
 __all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
 
@@ -18,6 +27,7 @@ __all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
 @torch.no_grad()
 def local_step(job: LocalJob) -> None:
     """See `Kernel`."""
+    check_shapes(job.members, shaped_alike(job.preconditioner, job.slot))
     chunks = [job.members] if job.preconditioner.joint else [[member] for member in job.members]
     for chunk in chunks:
         if not chunk:
@@ -27,18 +37,19 @@ def local_step(job: LocalJob) -> None:
             _own_state(job, member, problem.dual.dtype)
             for member, problem in zip(chunk, problems, strict=True)
         ]
-        solved = job.preconditioner.solve_all(problems, states)
+        solved = solve_for_deltas(job.preconditioner, problems, states)
         _check_solution(job.preconditioner, problems, states, solved)
-        for member, problem, state, (d, new_state) in zip(
+        for member, problem, state, (delta, new_state) in zip(
             chunk, problems, states, solved, strict=True
         ):
-            local = pisa.local_step(problem.dual, d, job.sigma, job.dual_decay)
+            local = pisa.local_step_of_delta(problem.dual, delta, job.dual_decay)
             _store(job, member, problem, local, state, new_state)
 
 
 @torch.no_grad()
 def add_dual(members: list[Member], slot: int, weight: float, stochastic_rounding: bool) -> None:
     """Let an absent batch contribute its dual, u_i = pi_i."""
+    check_shapes(members, (state_key("dual", slot), "pending"))
     for param, _, state, _ in members:
         pending, dual = real(state["pending"]), real(state[state_key("dual", slot)])
         total = weight * dual.to(compute_dtype(real(param), dual))
@@ -51,6 +62,7 @@ def add_dual(members: list[Member], slot: int, weight: float, stochastic_roundin
 @torch.no_grad()
 def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
     """See `Kernel`."""
+    check_shapes(members, ("pending",))
     for member in members:
         _move(member, real(member.state["pending"]), move, keep)
 
@@ -122,6 +134,12 @@ def _check_solution(
                 f"new state must have the names of {name}.init, {sorted(state)}, got "
                 f"{sorted(new_state)}"
             )
+        for key, value in new_state.items():
+            if value.shape != state[key].shape:
+                raise ValueError(
+                    f"new {key} of {name} must have the shape {tuple(state[key].shape)} that it "
+                    f"was made with, got {tuple(value.shape)}"
+                )
 
 
 def _store(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchpisa.kernels import foreach
 from torchpisa.kernels.foreach import consensus, residual_norm
-from torchpisa.kernels.job import LocalJob, Member, state_key
+from torchpisa.kernels.job import LocalJob, Member, mark_changed, state_key
 from torchpisa.preconditioners import Identity, Preconditioner, SecondMoment
 
 __all__ = ["consensus", "local_step", "obstacle", "residual_norm", "supports", "worthwhile"]
@@ -108,6 +108,8 @@ def local_step(job: LocalJob) -> None:
         threads = torch.get_num_threads()
 
     step(rows, len(fitting), ctypes.byref(numbers), threads)
+    if job.move is not None:
+        mark_changed(member.param for member in fitting)
     for member in fitting:
         member.state["arrived"] |= 1 << job.slot
 
@@ -140,8 +142,11 @@ def _fits(member: Member, names: _Names) -> bool:
         tensors.append(state[names.moment])
     if names.pending is not None:
         tensors.append(state[names.pending])
+    shape = param.shape
     for tensor in tensors:
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or not tensor.is_cpu:
+            return False
+        if tensor.shape != shape:  # `foreach` says what is wrong
             return False
     return True
 

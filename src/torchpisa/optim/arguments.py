@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,12 @@ __all__ = [
     "check_gamma",
     "check_group",
     "check_rho",
+    "check_shared",
     "check_sigma",
+    "in_form",
+    "numbers",
     "per_batch",
+    "plain",
     "reject_unknown",
     "shares",
 ]
@@ -44,10 +49,32 @@ def reject_unknown(given: Mapping[str, Any], legal: Iterable[str], where: str) -
     for name, value in given.items():
         if name not in legal:
             close = difflib.get_close_matches(name, legal, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ValueError(
                 f"unknown argument {name}={value!r} for {where}{hint} Legal: {', '.join(legal)}"
             )
+
+
+def in_form(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group as Python's own numbers, floats where defaults are floats.
+
+    Checkpoints then load anywhere, and no integer is too long for torch.
+    """
+    given = {name: value if name == "params" else plain(value) for name, value in group.items()}
+    for name, value in given.items():
+        if type(value) is int and (name == "clip" or type(defaults.get(name)) is float):
+            check_range(name, value, -sys.float_info.max, sys.float_info.max)
+            given[name] = float(value)
+    return given
+
+
+def plain(value: Any) -> Any:
+    """`value` with numbers of numpy's as Python's own, so that checkpoints load anywhere."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    return tuple(map(plain, value)) if type(value) is tuple else value
 
 
 def per_batch(name: str, value: Any, batches: int, check: Callable[[str, Any], None]) -> list[Any]:
@@ -66,6 +93,18 @@ def per_batch(name: str, value: Any, batches: int, check: Callable[[str, Any], N
     for entry in entries:
         check(name, entry)
     return entries
+
+
+def numbers(values: Sequence[Any], device: torch.device | None) -> list[Any]:
+    """Return `values` as floats, or as tensors of float32 on `device`.
+
+    Plain floats, whatever kind of number was given, so that checkpoints load anywhere; never in
+    torch's default dtype, which may be too coarse.
+    """
+    floats = [float(value) for value in values]
+    if device is None:
+        return floats
+    return [torch.tensor(value, dtype=torch.float32, device=device) for value in floats]
 
 
 def shares(weights: Sequence[float] | None, batches: int) -> list[float]:
@@ -90,6 +129,13 @@ def check_group(group: Mapping[str, Any]) -> None:
     if group["foreach"] and group["fused"]:
         raise ValueError("fused must be None or False when foreach=True, got True")
     check_dtype("state_dtype", group["state_dtype"])
+
+
+def check_shared(group: Mapping[str, Any]) -> None:
+    """Check settings that all groups have in common."""
+    check_choice("nonfinite", group["nonfinite"], ("raise", "skip", "ignore"))
+    if group["clip"] is not None:
+        check_range("clip", group["clip"], 0, low_open=True)
 
 
 def check_dtype(name: str, value: Any) -> None:

@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms import pisa
-from torchpisa.checks import check_choice, check_count, check_range
-from torchpisa.kernels.job import Member, state_key
+from torchpisa.checks import check_count
+from torchpisa.kernels.job import Member, check_shapes, state_key
 from torchpisa.optim import arguments, checkpoint, ranks, rounds
 from torchpisa.optim.common import DEFAULTS, SHARED, Common
 from torchpisa.optim.exchange import Exchange
 from torchpisa.optim.rounds import Group
 from torchpisa.preconditioners import Preconditioner
+from torchpisa.preconditioners.base import initial_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,11 +42,10 @@ class GroupedOptimizer(Optimizer):
     ) -> None:
         legal = {"sigma", "rho", *own, *DEFAULTS}
         arguments.reject_unknown(common, legal, type(self).__name__)
-        defaults: Group = {"sigma": sigma, "rho": rho, **own, **DEFAULTS, **common}
+        given: Group = {"sigma": sigma, "rho": rho, **own, **DEFAULTS, **common}
+        defaults = arguments.in_form(given, DEFAULTS)
         check_count("batches", defaults["batches"])
-        check_choice("nonfinite", defaults["nonfinite"], ("raise", "skip", "ignore"))
-        if defaults["clip"] is not None:
-            check_range("clip", defaults["clip"], 0, low_open=True)
+        arguments.check_shared(defaults)
         arguments.check_dtype("reduce_dtype", defaults["reduce_dtype"])
         self._forget()
         # Neither can be part of a group: a process group cannot be saved.
@@ -107,15 +108,26 @@ class GroupedOptimizer(Optimizer):
                 f"gradients must be dense, got {grad.layout} for a parameter of shape "
                 f"{tuple(param.shape)}; give nn.Embedding sparse=False"
             )
-        state = self.state.get(param)
+        state = self._state_of(param)
         if state is None:
             if grad is None:
                 return None
             state = self._init_state(param, group)
+        dual, shape = state["dual.0"], param.shape
+        if dual.shape != shape or (grad is not None and grad.shape != shape):
+            check_shapes([Member(param, grad, state)], ["dual.0"])
         # Numbers of devices, -1 for the CPU, are had for less than devices.
-        if state["dual.0"].get_device() != param.get_device():
+        if dual.get_device() != param.get_device():
             _move_state(state, param.device)
         return Member(param, grad, state)
+
+    def _state_of(self, param: Tensor) -> dict[str, Any] | None:
+        """The state of a parameter; None if it has none, or only what other code left there.
+
+        To read `opt.state[param]` is to create an empty dictionary.
+        """
+        state = self.state.get(param)
+        return state if state and "dual.0" in state else None
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group; it joins the round where that stands."""
@@ -129,7 +141,8 @@ class GroupedOptimizer(Optimizer):
                     f"got {param_group[name]!r}"
                 )
         inherited = {name: first[name] for name in (*SHARED, *rounds.PROGRESS)}
-        group = {**self.defaults, **param_group, **inherited}
+        own = arguments.in_form(param_group, self.defaults)
+        group = {**self.defaults, **own, **inherited}
         self._check_group(group)
         super().add_param_group(group)
         try:
@@ -162,7 +175,8 @@ class GroupedOptimizer(Optimizer):
         for param in params:
             if not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"params must be floating point or complex, got {param.dtype}")
-        rounds.check_fused(group, self.preconditioner(group))
+        preconditioner = self.preconditioner(group)
+        rounds.check_fused(group, preconditioner)
         if self._exchange is not None:
             self._exchange.ranks.refuse_shards(params)
             self._exchange.ranks.welcome(params)
@@ -173,40 +187,35 @@ class GroupedOptimizer(Optimizer):
                 f"got {group['lr']!r}"
             )
         for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
-            # Plain floats, whatever kind of number was given, so that checkpoints load anywhere.
             values = arguments.per_batch(name, group[name], group["batches"], check)
-            group[name] = [float(value) for value in values]
-            if group["capturable"]:
-                group[name] = [torch.tensor(value, device=device) for value in group[name]]
+            group[name] = arguments.numbers(values, device if group["capturable"] else None)
         for param in params:
             if param.requires_grad:
-                self._init_state(param, group)
+                self._init_state(param, group, preconditioner)
         if group["initial_consensus"]:
             total = rounds.totals(group).sigma
             if self._exchange is not None:
                 total = self._exchange.ranks.tally([total], device).item()
             settings = total, group["consensus_decay"], rounds.lr(group)
             with torch.no_grad():
-                for param in params:
+                for param in filter(lambda param: param.requires_grad, params):
                     param.copy_(pisa.initial_consensus(param, *settings))
 
-    def _init_state(self, param: Tensor, group: Group) -> dict[str, Any]:
-        dtype = param.dtype
-        if not dtype.is_complex:
-            dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
-        dual = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        preconditioner = self.preconditioner(group)
+    def _init_state(
+        self, param: Tensor, group: Group, preconditioner: Preconditioner | None = None
+    ) -> dict[str, Any]:
+        """Give a parameter the state that it starts with; the group's preconditioner if at hand."""
+        preconditioner = preconditioner or self.preconditioner(group)
+        fresh = _fresh_state(param, group, preconditioner, self.batches)
         state: dict[str, Any] = self.state[param]
-        for slot in range(self.batches):
-            state[state_key("dual", slot)] = dual.clone()
-            for name, value in preconditioner.init(dual).items():
-                state[state_key(name, slot)] = value
-            device = param.device if group["capturable"] else "cpu"
-            state[state_key("step", slot)] = torch.zeros((), device=device)
-        if not rounds.alone(group):
-            state["pending"] = dual
-        state["arrived"] = 0
+        state.update(fresh)
         return state
+
+    def _check_loaded(self, group: Group) -> None:
+        """Raise ValueError if the optimizer could not have been made with a group, or not step."""
+        arguments.check_shared(group)
+        self._check_group(group)
+        rounds.check_fused(group, self.preconditioner(group))
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict; functions and preconditioners stay out of it, so it loads anywhere.
@@ -215,20 +224,56 @@ class GroupedOptimizer(Optimizer):
         """
         return checkpoint.packed(super().state_dict())
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same kind of optimizer with the same number of batches.
 
-        Tensors keep the dtype that they were saved with. Raises ValueError before anything is
-        changed if the state does not fit.
+        Hooks see it first; then every entry of it is checked, and if one does not fit, nothing has
+        changed. Tensors keep the dtype that they were saved with, counters are float32.
+
+        Raises:
+            ValueError: an entry, which the message names, does not fit.
         """
-        checkpoint.check(state_dict, self.param_groups, self.state)
-        previous = [dict(group) for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        checkpoint.restore(state_dict, previous, self.param_groups, self.state)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.requires_grad and param not in self.state:
-                    self._init_state(param, group)
+        given = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for prepare in self._optimizer_load_state_dict_pre_hooks.values():
+            prepared = prepare(self, given)
+            given = given if prepared is None else prepared
+        preconditioners: dict[int, Preconditioner] = {}
+
+        def fresh_state(param: Tensor, group: Group, batches: int) -> dict[str, Any]:
+            if id(group) not in preconditioners:
+                preconditioners[id(group)] = self.preconditioner(group)
+            return _fresh_state(param, group, preconditioners[id(group)], batches)
+
+        loaded = checkpoint.unpacked(
+            given, self.param_groups, self.defaults, self._check_loaded, fresh_state
+        )
+        self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
+        for finish in self._optimizer_load_state_dict_post_hooks.values():
+            finish(self)
+
+
+def _fresh_state(
+    param: Tensor, group: Group, preconditioner: Preconditioner, batches: int
+) -> dict[str, Any]:
+    """Return the state that a parameter of a group starts with."""
+    dtype = param.dtype
+    if not dtype.is_complex:
+        dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
+    dual = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    device = param.device if group["capturable"] else "cpu"
+    state: dict[str, Any] = {}
+    for slot in range(batches):
+        state[state_key("dual", slot)] = dual.clone()
+        for name, value in initial_state(preconditioner, dual).items():
+            state[state_key(name, slot)] = value
+        # In float32 whatever torch's default dtype is: bfloat16 counts to 256.
+        counter = torch.zeros((), dtype=torch.float32, device=device)
+        state[state_key("step", slot)] = counter
+    if not rounds.alone(group):
+        state["pending"] = dual
+    state["arrived"] = 0
+    return state
 
 
 def _move_state(state: dict[str, Any], device: torch.device) -> None:

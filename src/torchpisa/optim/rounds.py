@@ -17,6 +17,7 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import blocked, foreach, fused, loop, native, sharded
 from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, real
 from torchpisa.optim import arguments
+from torchpisa.penalty import grown
 from torchpisa.preconditioners import Preconditioner
 
 __all__ = [
@@ -57,14 +58,17 @@ def slots(bits: int, batches: int) -> list[int]:
 
 
 def next_sigmas(group: Group) -> list[Scalar]:
-    """Equation (2.12) for all batches, the absent ones too: a round is a round for everybody."""
+    """Equation (2.12) for all batches, the absent ones too: a round is a round for everybody.
+
+    No sigma grows beyond `torchpisa.penalty.LARGEST_SIGMA`.
+    """
     batches = group["batches"]
     rules = arguments.per_batch("gamma", group["gamma"], batches, arguments.check_gamma)
     gammas = [rule(group["iteration"]) if callable(rule) else rule for rule in rules]
     for gamma in gammas:
         arguments.check_gamma("gamma", gamma)
     sigmas = per_batch(group, "sigma")
-    return [sigma / gamma for sigma, gamma in zip(sigmas, gammas, strict=True)]
+    return [grown(sigma, gamma) for sigma, gamma in zip(sigmas, gammas, strict=True)]
 
 
 def check_fused(group: Group, preconditioner: Preconditioner) -> None:

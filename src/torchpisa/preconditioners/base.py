@@ -2,7 +2,7 @@ r"""What a preconditioner is: the solver of one batch's local problem, equation 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
@@ -12,9 +12,12 @@ from torchpisa.algorithms.pisa import Scalar
 if TYPE_CHECKING:
     from torchpisa.preconditioners.spectral import Spectral
 
-__all__ = ["LocalProblem", "Preconditioner", "State"]
+__all__ = ["LocalProblem", "Preconditioner", "State", "initial_state", "solve_for_deltas"]
 
 State = Mapping[str, Tensor]
+
+# What optimizers and clients keep beside the preconditioner's state, in the same dictionaries.
+_RESERVED = ("arrived", "delta", "dual", "moved", "pending", "step")
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,15 @@ class Preconditioner(ABC):
     Attributes:
         clips: whether `solve` looks at `residual`, so that the optimizer's `clip` acts on it.
         joint: whether all parameters of a group are to be solved at once (`solve_all`).
+        homogeneous: whether multiplying sigma and rho by a number divides d by it and changes no
+            state, as in the formula above. What is needed is \(\sigma_i d_i\), and `solve` is then
+            asked for it directly, with \(\sigma_i = 1\) and \(\rho_i / \sigma_i\) for \(\rho_i\),
+            which stays in the range of the dtype however large the penalty has grown.
     """
 
     clips: ClassVar[bool] = True
     joint: ClassVar[bool] = False
+    homogeneous: ClassVar[bool] = False
 
     @property
     def proximal(self) -> "Spectral | None":
@@ -67,7 +75,11 @@ class Preconditioner(ABC):
         return None
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
-        """State of one batch for `param` before the first round, by name. None by default."""
+        """State of one batch for `param` before the first round, by name. None by default.
+
+        Names are yours to choose, except `dual`, `delta`, `step`, `pending`, `arrived`
+        and `moved`.
+        """
         return {}
 
     @abstractmethod
@@ -86,3 +98,37 @@ class Preconditioner(ABC):
     def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor | None:
         """Diagonal of Q as of the last solve, for reports; None if Q has no useful one."""
         return None
+
+
+def solve_for_deltas(
+    preconditioner: Preconditioner, problems: Sequence[LocalProblem], states: Sequence[State]
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    r"""Return \(\delta_i = \sigma_i d_i\) and the new state of several parameters."""
+    if preconditioner.homogeneous:
+        scaled = [replace(each, sigma=1.0, rho=each.rho / each.sigma) for each in problems]
+        return preconditioner.solve_all(scaled, states)
+    solved = preconditioner.solve_all(problems, states)
+    return [
+        (problem.sigma * d, new_state)
+        for problem, (d, new_state) in zip(problems, solved, strict=True)
+    ]
+
+
+def initial_state(preconditioner: Preconditioner, param: Tensor) -> dict[str, Tensor]:
+    """Return what `preconditioner.init` gives for `param`.
+
+    Raises:
+        ValueError: it has a name that is taken, or something that is not a tensor.
+    """
+    state = preconditioner.init(param)
+    for name, value in state.items():
+        if not isinstance(name, str) or not name or "." in name or name in _RESERVED:
+            raise ValueError(
+                f"names of {type(preconditioner).__name__}.init must be strings without '.', and "
+                f"none of {', '.join(_RESERVED)}, which are taken, got {name!r}"
+            )
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} of {type(preconditioner).__name__}.init must be a tensor, got {value!r}"
+            )
+    return state

@@ -47,6 +47,7 @@ class Hessian(Preconditioner):
     """
 
     joint: ClassVar[bool] = True
+    homogeneous: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Q = I."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ class Identity(Preconditioner):
     With equal sigma and rho the duals of all batches then add up to one dual on the averaged
     gradient: momentum, without any protection against uneven data.
     """
+
+    homogeneous: ClassVar[bool] = True
 
     def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
         return -problem.residual / (problem.sigma + problem.rho), {}

@@ -35,6 +35,7 @@ class NewtonSchulz(Preconditioner):
     """
 
     clips: ClassVar[bool] = False
+    homogeneous: ClassVar[bool] = True
 
     momentum: float = 0.95
     nesterov: bool = False
@@ -46,7 +47,7 @@ class NewtonSchulz(Preconditioner):
     def __post_init__(self) -> None:
         check_range("momentum", self.momentum, 0, 1, high_open=True)
         check_choice("nesterov", self.nesterov, (True, False))
-        check_count("ns_steps", self.ns_steps)
+        check_count("ns_steps", self.ns_steps, high=100)  # many more than any matrix needs
         check_range("perturbation", self.perturbation, 0, 1, high_open=True)
         check_choice("aspect_scaling", self.aspect_scaling, (True, False))
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class SecondMoment(Preconditioner):
         eta: \(\eta_i\), cap of \(\sqrt{m_i}\).
         eps: added to \(\sqrt{m_i}\); 0 in the paper.
     """
+
+    homogeneous: ClassVar[bool] = True
 
     scheme: sisa.Scheme = "adam"
     beta: float = 0.99

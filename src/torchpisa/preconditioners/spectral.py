@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class Spectral(Preconditioner):
         dtype: what they are computed in; the state's dtype by default.
     """
 
+    homogeneous: ClassVar[bool] = True
+
     eta: float = math.inf
     average: float = 0.0
     aspect_scaling: bool = False
@@ -62,7 +64,7 @@ class Spectral(Preconditioner):
         check_range("average", self.average, 0, 1, high_open=True)
         check_choice("aspect_scaling", self.aspect_scaling, (True, False))
         check_choice("method", self.method, ("auto", "svd", "gram", "polar", "smooth"))
-        check_count("ns_steps", self.ns_steps)
+        check_count("ns_steps", self.ns_steps, high=100)  # many more than any matrix needs
         if self.method == "smooth" and (self.eta < math.inf or self.average):
             raise ValueError(
                 "method must not be 'smooth' with a finite eta or an average, got "

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,6 +29,8 @@ class SpectralConsensus(Preconditioner):
         momentum: \(\mu\).
         spectral: how \(P\) is made and computed; without average.
     """
+
+    homogeneous: ClassVar[bool] = True
 
     momentum: float = 0.95
     spectral: Spectral = field(default_factory=Spectral)

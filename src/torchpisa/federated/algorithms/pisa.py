@@ -26,7 +26,7 @@ from torchpisa.federated.algorithms.base import (
     zeros,
 )
 from torchpisa.federated.local_work import FullGradient, LocalWork, check_local
-from torchpisa.penalty import Gamma
+from torchpisa.penalty import Gamma, grown
 from torchpisa.preconditioners import (
     Hessian,
     LocalProblem,
@@ -35,6 +35,7 @@ from torchpisa.preconditioners import (
     Spectral,
     SpectralConsensus,
 )
+from torchpisa.preconditioners.base import initial_state, solve_for_deltas
 from torchpisa.preconditioners.spectral import Method
 
 __all__ = ["MISA", "PISA", "SISA"]
@@ -75,7 +76,7 @@ class Penalised(Algorithm):
         """Equation (2.12)."""
         gamma = self.gamma(server.iteration) if callable(self.gamma) else self.gamma
         check_range("gamma", gamma, 0, 1, low_open=True)
-        return replace(server, numbers={"sigma": server.numbers["sigma"] / gamma})
+        return replace(server, numbers={"sigma": float(grown(server.numbers["sigma"], gamma))})
 
     def broadcast(self, server: ServerState) -> Message:
         return Message({"weights": server.weights}, {**server.numbers, "rho": self.rho})
@@ -99,7 +100,7 @@ class Penalised(Algorithm):
 
     def remember(self, weights: Tensors) -> Fields:
         solver = self.solver()
-        states = {name: solver.init(w) for name, w in weights.items()}
+        states = {name: initial_state(solver, w) for name, w in weights.items()}
         memory = {"dual": zeros(weights)}
         for kind in {kind: None for state in states.values() for kind in state}:
             memory[kind] = {name: state[kind] for name, state in states.items()}
@@ -112,13 +113,14 @@ class Penalised(Algorithm):
 
     def begin(self, down: Message, memory: Fields) -> Fields:
         state = {kind: tensors for kind, tensors in memory.items() if kind != "dual"}
-        return {"moved": zeros(down.tensors["weights"]), **state}
+        start = zeros(down.tensors["weights"])
+        return {"moved": start, "delta": start, **state}
 
     def step(
         self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
     ) -> Fields:
         r"""Equation (2.13). In the first local step \(w_i = w\) and \(d_i\) is the whole step; a
-        later one has the term \(\sigma (w_i - w)\) of the augmented Lagrangian too."""
+        later one has the term \(\sigma (w_i - w)\) of the augmented Lagrangian too, `delta`."""
         solver = self.solver()
         sigma, rho = down.numbers["sigma"], down.numbers["rho"]
         count: Scalar = carry["step"]["step"] + 1 if "step" in carry else 1
@@ -126,7 +128,7 @@ class Penalised(Algorithm):
         problems, states = [], []
         for name, g in grad.items():
             dual = memory["dual"][name]
-            residual = pisa.residual(dual, g) + sigma * carry["moved"][name]
+            residual = pisa.residual(dual, g) + carry["delta"][name]
             problems.append(
                 LocalProblem(
                     param=point[name],
@@ -139,11 +141,12 @@ class Penalised(Algorithm):
                     step=count,
                 )
             )
-            kinds = carry.keys() - {"moved", "step"}
+            kinds = carry.keys() - {"moved", "delta", "step"}
             states.append({kind: carry[kind][name] for kind in kinds})
-        solved = dict(zip(grad, solver.solve_all(problems, states), strict=True))
-        new = {"moved": {name: carry["moved"][name] + d for name, (d, _) in solved.items()}}
-        for kind in carry.keys() - {"moved", "step"}:
+        solved = dict(zip(grad, solve_for_deltas(solver, problems, states), strict=True))
+        deltas = {name: carry["delta"][name] + delta for name, (delta, _) in solved.items()}
+        new = {"delta": deltas, "moved": {name: d / sigma for name, d in deltas.items()}}
+        for kind in carry.keys() - {"moved", "delta", "step"}:
             new[kind] = {name: state[kind] for name, (_, state) in solved.items()}
         if "step" in carry:
             new["step"] = {"step": cast(Tensor, count)}
@@ -154,10 +157,10 @@ class Penalised(Algorithm):
     ) -> tuple[Message, Fields]:
         """Equation (2.14)."""
         duals, deltas = {}, {}
-        for name, d in carry["moved"].items():
-            local = pisa.local_step(memory["dual"][name], d, down.numbers["sigma"])
+        for name, delta in carry["delta"].items():
+            local = pisa.local_step_of_delta(memory["dual"][name], delta)
             duals[name], deltas[name] = local.dual, local.delta
-        state = {kind: tensors for kind, tensors in carry.items() if kind != "moved"}
+        state = {kind: tensors for kind, tensors in carry.items() if kind not in ("moved", "delta")}
         return Message({"delta": deltas}, {}), {"dual": duals, **state}
 
 

@@ -70,7 +70,7 @@ def any_nonfinite(launch: Launch) -> Tensor:
 
 def residual_norm(job: LocalJob, launch: Launch) -> Tensor:
     """Norm of r over all parameters of a launch."""
-    squares = torch.empty(launch.blocks, device=launch.kind.device)
+    squares = torch.empty(launch.blocks, dtype=torch.float32, device=launch.kind.device)
     elementwise.residual_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
@@ -125,8 +125,8 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
     keep, grad_scale = _here(job.keep, launch), _here(job.grad_scale, launch)
     seed = _seed(job.stochastic_rounding, launch)
     _count(launch, keep)
-    largest, squares = torch.empty(2, launch.blocks, device=device)
-    peaks, norms = torch.empty(2, tensors, device=device)
+    largest, squares = torch.empty(2, launch.blocks, dtype=torch.float32, device=device)
+    peaks, norms = torch.empty(2, tensors, dtype=torch.float32, device=device)
     gradient = _gradient_flags(job)
     dtypes = _dtypes(launch)
     search = {"NESTEROV": own.nesterov, "SEARCH": job.search}
@@ -185,7 +185,7 @@ def _numbers(launch: Launch, *values: Scalar) -> tuple[list[Scalar], bool]:
     return [
         value.to(launch.kind.device, torch.float32)
         if isinstance(value, Tensor)
-        else torch.full((), value, device=launch.kind.device)
+        else torch.full((), value, dtype=torch.float32, device=launch.kind.device)
         for value in values
     ], True
 

@@ -1,0 +1,161 @@
+"""Penalties that have grown to the end of float32, or for 200,000 rounds, leave numbers finite."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa.kernels import fused, native
+from torchpisa.kernels.optional import without_triton
+from torchpisa.penalty import LARGEST_SIGMA, grown
+from torchpisa.preconditioners import Identity, Preconditioner
+
+KINDS = {
+    "identity": (PISA, {}),
+    "sisa": (SISA, {}),
+    "sisa-adagrad": (SISA, {"scheme": "adagrad"}),
+    "nsisa": (NSISA, {"ns_dtype": None}),
+    "misa": (MISA, {"ns_dtype": None}),
+    "misa-svd": (MISA, {"method": "svd"}),
+    "misa-local": (MISA, {"at": "local"}),
+    "misa-average": (MISA, {"at": "local", "average": 0.9}),
+}
+WAYS = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "default": {},
+    "capturable": {"capturable": True},
+    "native": {"fused": True},
+    "triton": {"fused": True},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def make(kind, way, monkeypatch, dtype=torch.float32, **more):
+    """An optimizer of a matrix and a vector, in one of the ways to compute."""
+    cls, own = KINDS[kind]
+    if way == "triton":
+        if without_triton() is not None:
+            pytest.skip("needs Triton")
+        monkeypatch.setattr(fused, "DEVICES", ["cuda", "cpu"])
+    if way == "native" and native._library() is None:
+        pytest.skip("needs a C compiler")
+    if (cls is MISA and WAYS[way].get("fused")) or (cls is NSISA and way == "native"):
+        pytest.skip("has no such kernel")
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((4, 3), (5,))]
+    if cls in (NSISA, MISA) and "sigma" in more:
+        more["sisa_sigma"] = more["sigma"]
+    return params, cls(params, **own, **WAYS[way], **more)
+
+
+def train(params, opt, rounds, seed=0):
+    """A quadratic loss with a little noise, one gradient per batch."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(rounds * opt.batches):
+        for p in params:
+            p.grad = p.detach() + 0.1 * torch.randn(p.shape, generator=generator).to(p.dtype)
+        opt.step()
+
+
+def tensors(opt):
+    return [v for own in opt.state.values() for v in own.values() if isinstance(v, torch.Tensor)]
+
+
+def assert_finite(params, opt):
+    assert all(t.isfinite().all() for t in (*params, *tensors(opt)))
+
+
+@kinds
+@ways
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("sigma", [1e30, 1e38])
+def test_sigma_at_the_end_of_float32(kind, way, batches, sigma, monkeypatch):
+    """The duals are those of float64, where nothing is near an end."""
+    more = {"sigma": sigma, "batches": batches}
+    params, opt = make(kind, way, monkeypatch, **more)
+    exact, other = make(kind, "loop", monkeypatch, torch.float64, **more)
+    train(params, opt, 5)
+    train(exact, other, 5)
+    assert_finite(params, opt)
+    for p, q in zip(params, exact, strict=True):
+        found, expected = opt.state[p]["dual.0"].double(), other.state[q]["dual.0"]
+        # Newton-Schulz multiplies the rounding of small singular values.
+        tolerance = 1e-2 if kind == "nsisa" else 1e-4
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(p.detach(), q.detach().float()), "so large a penalty moves nothing"
+
+
+@kinds
+@ways
+def test_growth_over_the_range_of_200_000_rounds(kind, way, monkeypatch):
+    """1 / 0.999^200000 is 1e87, here in fewer rounds; float32 ends before half of them."""
+    rounds = {"triton": 40, "default": 2000}.get(way, 200)
+    gamma = math.exp(200_000 * math.log(0.999) / rounds)
+    params, opt = make(kind, way, monkeypatch, gamma=gamma)
+    train(params, opt, rounds)
+    assert_finite(params, opt)
+    for group in opt.param_groups:
+        assert [float(sigma) for sigma in group["sigma"]] == pytest.approx([LARGEST_SIGMA])
+
+
+@cache
+def after_200_000_rounds(sigma):
+    for _ in range(200_000):
+        sigma = grown(sigma, 0.999)
+    return sigma
+
+
+@kinds
+@ways
+def test_after_200_000_rounds(kind, way, monkeypatch):
+    """Sigma is taken there by its own recurrence; then come some rounds more."""
+    params, opt = make(kind, way, monkeypatch, gamma=0.999)
+    train(params, opt, 20)
+    for group in opt.param_groups:
+        for slot, sigma in enumerate(group["sigma"]):
+            value = after_200_000_rounds(float(sigma))
+            if isinstance(sigma, torch.Tensor):
+                sigma.fill_(value)
+            else:
+                group["sigma"][slot] = value
+    train(params, opt, 5 if way == "triton" else 100, seed=1)
+    assert_finite(params, opt)
+
+
+def test_growth_of_tensors():
+    sigma = torch.tensor([2.0, 8e29, 1e35])
+    expected = torch.tensor([4.0, 1e30, 1e35])
+    assert torch.equal(grown(sigma, 0.5), expected)
+    assert torch.equal(grown(sigma, torch.tensor(0.5)), expected)
+    assert grown(2.0, torch.tensor(0.5)) == 4
+    assert grown(1e35, torch.tensor(0.5)) == torch.tensor(1e35)
+
+
+class Plain(Preconditioner):
+    """Identity as a user writes it, who returns d."""
+
+    def __init__(self):
+        self.seen = []
+
+    def solve(self, problem, state):
+        self.seen.append((problem.sigma, problem.rho))
+        return -problem.residual / (problem.sigma + problem.rho), {}
+
+
+def test_own_preconditioners_see_sigma_and_rho():
+    ends, own = [], Plain()
+    for preconditioner in (own, Identity()):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(4))
+        opt = PISA([p], preconditioner, sigma=3.0, rho=2.0, gamma=0.5)
+        train([p], opt, 200)
+        assert_finite([p], opt)
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends)
+    assert own.seen[:2] == [(6.0, 2.0), (12.0, 2.0)]
+    assert own.seen[-1] == (LARGEST_SIGMA, 2.0)
