@@ -9,10 +9,11 @@ from typing import Any
 
 from recipes.grid import short
 from recipes.optimizers import TITLES
-from recipes.recipe import Results
+from recipes.recipe import Check, Results
 from recipes.style import COLOURS, INK, look
 
-__all__ = ["Panel", "Run", "describe", "draw", "group", "made_with", "markdown", "mean_sd", "title"]
+__all__ = ["Panel", "Run", "describe", "draw", "group", "learns", "made_with", "markdown"]
+__all__ += ["mean_sd", "title"]
 
 Run = dict[str, Any]
 """What is saved of a run."""
@@ -102,6 +103,16 @@ def made_with(results: Results) -> str:
         f"{done}, {minutes:.0f} minutes if added up, several at a time on one device; "
         f"{', '.join(devices)}, torch {', '.join(versions)}."
     )
+
+
+def learns(results: Results, column: str, words: str) -> list[Check]:
+    """A statement for every run: that a column falls from its first value to its last."""
+    checks = []
+    for name, run in results["runs"].items():
+        first, last = run[column][0], run[column][-1]
+        holds = None not in (first, last) and last < first
+        checks.append(Check(name, f"the {words} falls", f"from {first:.4g} to {last:.4g}", holds))
+    return checks
 
 
 def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -> None:

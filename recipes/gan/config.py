@@ -7,7 +7,7 @@ from typing import Any
 from recipes.optimizers import Choice
 from recipes.rows import ROWS
 
-__all__ = ["KINDS", "PRESETS", "Config", "Settings", "choices", "plan"]
+__all__ = ["KINDS", "PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 
 KINDS = {"wgan": "WGAN", "wgan_gp": "WGAN-GP"}
 # Of the AdaBelief experiments. RMSProp has its own smoothing, as there.
@@ -34,12 +34,24 @@ def choices(kind: str, names: Sequence[str]) -> tuple[Choice, ...]:
 
 
 @dataclass(frozen=True)
+class Task:
+    """Runs of a kind of GAN.
+
+    Attributes:
+        kind: one of `KINDS`.
+        names: of the optimizers, see `choices`.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that all runs share.
 
     Attributes:
-        kinds: of `KINDS`, in the order in which they are run.
-        names: of the optimizers.
+        tasks: in the order in which they are run.
         epochs: passes over all images.
         seeds: runs per kind and optimizer.
         features: network of the distance, see `recipes.gan.features`.
@@ -57,8 +69,7 @@ class Config:
         seed: the first; it gives weights, order and noise.
     """
 
-    kinds: tuple[str, ...]
-    names: tuple[str, ...]
+    tasks: tuple[Task, ...]
     epochs: int
     seeds: int
     features: str = "efficientnet_lite0"
@@ -76,22 +87,21 @@ class Config:
     seed: int = 0
 
 
+SHORT = ("sisa", "misa", "adam")
+ALL = ("sisa", "sisa_defaults", "misa", "adam", "rmsprop", "adabelief")
+
 PRESETS = {
     "quick": Config(
-        *(("wgan_gp", "wgan"), ("sisa", "misa", "adam"), 3, 1, "pixels"),
-        **{"fid_every": 1, "fid_images": 512, "last_images": 512, "pixels": 32, "width": 8},
-        **{"batch": 32, "limit": 960, "fallback": True},
+        (Task("wgan", ("sisa", "adam")), Task("wgan_gp", ("misa", "adam"))),
+        *(4, 1, "pixels"),
+        **{"fid_every": 1, "fid_images": 512, "last_images": 512, "pixels": 16, "width": 16},
+        **{"batch": 32, "limit": 960, "fallback": True, "save_every": 1},
     ),
     "short": Config(
-        *(("wgan_gp", "wgan"), ("sisa", "misa", "adam"), 10, 3),
+        *((Task("wgan_gp", SHORT), Task("wgan", SHORT)), 10, 3),
         **{"fid_every": 2, "last_images": 10_000, "pixels": 32},
     ),
-    "paper": Config(
-        ("wgan", "wgan_gp"),
-        ("sisa", "sisa_defaults", "misa", "adam", "rmsprop", "adabelief"),
-        100,
-        5,
-    ),
+    "paper": Config((Task("wgan", ALL), Task("wgan_gp", ALL)), 100, 5),
 }
 
 
@@ -134,9 +144,9 @@ def plan(config: Config) -> dict[str, Settings]:
     """All runs by name, seed by seed, so that few are comparable already."""
     shared = {name: getattr(config, name) for name in SHARED}
     runs = [
-        Settings(kind=kind, choice=choice, seed=seed, **shared)
+        Settings(kind=task.kind, choice=choice, seed=seed, **shared)
         for seed in range(config.seed, config.seed + config.seeds)
-        for kind in config.kinds
-        for choice in choices(kind, config.names)
+        for task in config.tasks
+        for choice in choices(task.kind, task.names)
     ]
     return {run.name: run for run in runs}

@@ -128,9 +128,10 @@ PRESETS = {
     "quick": Config(
         (
             Task(1, ("sisa", "misa", "adam"), 2, schedule=COSINE),
-            Task(2, ("misa",), 1, schedule=COSINE),
+            Task(2, ("misa",), 2, schedule=COSINE),
         ),
         **{"sizes": Sizes(48, 64), "count": 10, "bptt": 24, "limit": 20_000, "fallback": True},
+        save_every=1,
     ),
     "short": Config(
         (

@@ -142,11 +142,11 @@ PRESETS = {
     "quick": Config(
         "cifar10",
         (
-            Task("vgg11", ("sisa_defaults", "misa", "sgd", "adam"), 6, schedule=COSINE, batch=64),
-            Task("resnet34", ("misa",), 2, schedule=COSINE, batch=64),
-            Task("densenet121", ("misa",), 2, schedule=COSINE, batch=64),
+            Task("vgg11", ("adam",), 8, schedule=COSINE, batch=16),
+            Task("resnet34", ("sisa", "misa"), 2, schedule=COSINE, batch=16),
         ),
-        **{"precision": "float32", "width": 0.125, "limit": 120, "fallback": True},
+        **{"precision": "float32", "width": 0.125, "limit": 60, "fallback": True},
+        save_every=1,
     ),
     "short": Config(
         "cifar10",
