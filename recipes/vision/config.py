@@ -145,7 +145,7 @@ PRESETS = {
             Task("vgg11", ("adam",), 8, schedule=COSINE, batch=16),
             Task("resnet34", ("sisa", "misa"), 2, schedule=COSINE, batch=16),
         ),
-        **{"precision": "float32", "width": 0.125, "limit": 60, "fallback": True},
+        **{"precision": "float32", "width": 0.125, "limit": 40, "fallback": True},
         save_every=1,
     ),
     "short": Config(
