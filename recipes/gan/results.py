@@ -98,14 +98,15 @@ def report(results: Results) -> str:
         ]
     statements = check(results)
     if statements:
-        parts += ["**Statements**:", table(statements)]
+        stated = "expected" if results["config"]["limit"] else "the paper"
+        parts += ["**Statements**:", table(statements, stated)]
     return "\n\n".join([*parts, curves.made_with(results)]) + "\n"
 
 
 def distances(kind: str, features: str, found: dict[str, list[Run]]) -> str:
     lines = []
     for label, runs in found.items():
-        paper = TABLE[kind].get(label)
+        paper = None if runs[0]["digits"] else TABLE[kind].get(label)
         lines.append(
             [
                 *(title(label), describe(runs[0]["settings"]), len(runs)),

@@ -108,14 +108,15 @@ def report(results: Results) -> str:
         parts += [f"**{many(layers)}**, {text}, {epochs} epochs", perplexities(layers, found)]
     statements = check(results)
     if statements:
-        parts += ["**Statements**:", table(statements)]
+        stated = "expected" if results["config"]["limit"] else "the paper"
+        parts += ["**Statements**:", table(statements, stated)]
     return "\n\n".join([*parts, curves.made_with(results)]) + "\n"
 
 
 def perplexities(layers: int, found: dict[str, list[Run]]) -> str:
     lines = []
     for label, runs in found.items():
-        paper = TABLE[layers].get(label)
+        paper = None if runs[0]["documentation"] else TABLE[layers].get(label)
         lines.append(
             [
                 *(title(label), describe(runs[0]["settings"]), len(runs)),

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ class Training:
         self.elapsed = 0.0
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high")
+            # Dropped weights are new in every pass, so there is nothing to keep compact.
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single")
         self.corpus_name = "ptb"
         if settings.fallback and missing(data):
             self.corpus_name = "python"

@@ -91,14 +91,17 @@ def report(results: Results) -> str:
         parts += [f"**{MODELS[model]}**, {data}, {epochs} epochs", accuracies(model, found)]
     statements = check(results)
     if statements:
-        parts += ["**Statements**:", table(statements)]
+        stated = "expected" if results["config"]["limit"] else "the paper"
+        parts += ["**Statements**:", table(statements, stated)]
     return "\n\n".join([*parts, curves.made_with(results)]) + "\n"
 
 
 def accuracies(model: str, found: dict[str, list[Run]]) -> str:
     lines = []
     for label, runs in found.items():
-        paper = TABLE.get(model, {}).get(label.split("_")[0])
+        paper = None
+        if not runs[0]["digits"]:
+            paper = TABLE.get(model, {}).get(label.removesuffix("_steps"))
         lines.append(
             [
                 *(title(label), describe(runs[0]["settings"]), len(runs)),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from recipes import __main__ as command
 from recipes.recipe import Check, Line, Recipe, Results
-from recipes.work import Runs, share_threads
+from recipes.work import Runs, bar, clock, lines_in, share_threads
 
 
 @dataclass(frozen=True)
@@ -180,3 +181,77 @@ def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for jobs in (2, 3, 16):
         share_threads(jobs)
     assert seen == [4, 2, 1]
+
+
+# Time limits, bars, TensorBoard
+
+
+def test_no_run_is_started_after_the_time_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"device": "cpu", "data": ""}
+    runs = Runs(climb, Size(3), PLAN, tmp_path, options, deadline=time.time() - 1)
+    runs.do(list(PLAN))
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out.count("not done within the time limit") == len(PLAN)
+    dataclasses.replace(runs, deadline=time.time() + 600).do(list(PLAN))
+    assert runs.log("steep") is not None
+
+
+def test_a_run_stops_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr("recipes.work.time.time", lambda: next(now))
+    options = {"device": "cpu", "data": ""}
+    runs = Runs(climb, Size(50), {"flat": Slope(0.0)}, tmp_path, options, deadline=10)
+    runs.do(["flat"])
+    assert runs.log("flat") is None  # it has no end
+    assert 1 < lines_in(runs.path("flat")) < 50
+
+
+@pytest.mark.usefixtures("toy")
+def test_time_limit_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["toy", "--time-limit", "-3"])
+    assert "must be a positive number of seconds, got '-3'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("toy")
+def test_runs_only_neither_checks_nor_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["toy", "--device", "cpu", "--runs-only"])
+    assert "holds" not in capsys.readouterr().out
+    assert len(load()["runs"]) == 3
+    assert not Path("runs/small/toy.svg").exists()
+
+
+def test_bar_estimates_what_is_left() -> None:
+    assert bar(5, 20, 60.0) == "[#####...............] 5/20, 3:00 left  "
+    assert bar(0, 20, 60.0).startswith("[....................] 0/20, -:-- left")
+    assert bar(20, 20, 60.0).startswith("[####################] 20/20, 0:00 left")
+    assert [clock(seconds) for seconds in (9, 61, 3725)] == ["0:09", "1:01", "1:02:05"]
+
+
+def test_bar_is_on_a_terminal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"device": "cpu", "data": ""}
+    runs = Runs(climb, Size(3), PLAN, tmp_path, options, length=lambda settings: 3)
+    runs.do(["flat"])
+    assert "#" not in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    runs.do(["steep"])
+    shown = capsys.readouterr().out
+    assert "[#######.............] 1/3" in shown
+    assert "[####################] 3/3, 0:00 left  step 2  height 4" in shown
+
+
+def test_tensorboard_has_what_the_log_has(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    options = {"device": "cpu", "data": ""}
+    runs = Runs(climb, Size(3), PLAN, tmp_path / "logs", options, board=tmp_path / "board")
+    for _ in range(2):  # the second time, the first one's files are gone
+        runs.do(["steep"])
+        runs.path("steep").unlink()
+    events = accumulator.EventAccumulator(str(tmp_path / "board" / "steep"))
+    events.Reload()
+    points = [(event.step, event.value) for event in events.Scalars("height")]
+    assert points == [(0, 0.0), (1, 2.0), (2, 4.0)]

@@ -118,7 +118,7 @@ def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "FAILS" not in capsys.readouterr().out
     results = json.loads((tmp_path / "vision.json").read_text(encoding="utf-8"))
     runs = results["runs"]
-    assert runs["vgg11_adam_e8_seed0"]["last"] > 35  # of ten classes
+    assert runs["vgg11_adam_e8_seed0"]["last"] > 25  # of ten classes
     assert runs["resnet34_sisa_e2_seed0"]["accuracy"][-1] > 0.5
     assert runs["resnet34_misa_e2_seed0"]["accuracy"][-1] > 0.5
     assert all(run["digits"] for run in runs.values())

