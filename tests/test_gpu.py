@@ -72,7 +72,7 @@ def test_state_loads_onto_the_device(entry):
     cpu, gpu = network(), network().cuda()
     a = entry(cpu.parameters())
     train(cpu, a, 5, "cpu")
-    b = entry(gpu.parameters(), initial_consensus=False)
+    b = entry.without_initial_consensus(gpu.parameters())
     b.load_state_dict(a.state_dict())
     assert all(state["dual.0"].is_cuda for state in b.state.values())
     assert all(state["step.0"].device.type == "cpu" for state in b.state.values())

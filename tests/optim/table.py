@@ -22,6 +22,10 @@ class Entry:
     def __call__(self, params: Any, **more: Any) -> Any:
         return self.make(params, **{**self.settings, **more})
 
+    def key(self, name: str, slot: int = 0) -> str:
+        """Name of state: MISA has one dual for all batches."""
+        return name if self.make is MISA else f"{name}.{slot}"
+
     def without_initial_consensus(self, params: Any, **more: Any) -> Any:
         """Make one that leaves the weights as they are."""
         skip = {"initial_consensus": False} if "initial_consensus" in self.settings else {}

@@ -172,16 +172,6 @@ def test_matrix_must_fit() -> None:
         MISA([{"params": [nn.Parameter(torch.ones(3))], "matrix": "yes"}])
 
 
-def test_a_parameter_that_changed_its_shape_is_refused() -> None:
-    p = nn.Parameter(torch.ones(4))
-    opt = MISA([p])
-    p.grad = torch.ones(4)
-    opt.step()
-    p.data, p.grad = torch.ones(9), torch.ones(9)
-    with pytest.raises(ValueError, match=r"keep its shape, \(4,\), got \(9,\)"):
-        opt.step()
-
-
 def test_a_negative_lr_written_by_a_scheduler_is_refused() -> None:
     p = nn.Parameter(torch.ones(4))
     opt = MISA([p])

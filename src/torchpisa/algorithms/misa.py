@@ -29,9 +29,8 @@ from torchpisa.algorithms.pisa import Scalar
 
 __all__ = ["RMS", "average", "look_ahead", "match_rms", "move", "normalize_rows", "scale_entries"]
 
-# Root mean square of AdamW's steps, by which one learning rate serves matrices and vectors alike
-# (Liu et al., 2025).
 RMS = 0.2
+"""Root mean square of AdamW's steps: with it, one learning rate serves all (Liu et al., 2025)."""
 
 
 def average(r: Tensor, mu: float) -> Tensor:

@@ -1,7 +1,6 @@
 """What a state_dict holds beyond torch's own, and what an optimizer takes from one that fits.
 
-Nothing here writes to an optimizer: `unpacked` returns groups and state that are complete and
-checked, or raises.
+`unpacked` writes to nothing: it returns groups and state that are complete and checked, or raises.
 """
 
 import copy
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchpisa.kernels.job import state_key
 from torchpisa.optim import arguments
@@ -20,7 +20,7 @@ from torchpisa.optim.common import SHARED
 from torchpisa.optim.rounds import Group
 from torchpisa.preconditioners import Preconditioner
 
-__all__ = ["Loaded", "packed", "unpacked"]
+__all__ = ["Loaded", "load", "packed", "unpacked"]
 
 # Kinds of numbers that state may be kept in; others would be loaded and then fail in a step.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,6 +47,26 @@ def packed(state_dict: dict[str, Any]) -> dict[str, Any]:
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "param_groups": groups}
+
+
+def load(
+    optimizer: Optimizer,
+    state_dict: object,
+    check_group: Callable[[Group], None],
+    fresh_state: Callable[[Tensor, Group, int], State],
+) -> None:
+    """Load `state_dict` into `optimizer`, hooks included, or raise and change nothing.
+
+    For the other arguments see `unpacked`.
+    """
+    given: Any = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+    for prepare in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        prepared = prepare(optimizer, given)
+        given = given if prepared is None else prepared
+    loaded = unpacked(given, optimizer.param_groups, optimizer.defaults, check_group, fresh_state)
+    optimizer.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
+    for finish in optimizer._optimizer_load_state_dict_post_hooks.values():
+        finish(optimizer)
 
 
 def unpacked(
@@ -80,7 +100,7 @@ def unpacked(
     new_groups = [group for _, group in pairs]
     for number, group in enumerate(new_groups):
         for name in (*SHARED, "iteration", "visited", "present"):
-            if group[name] != new_groups[0][name]:
+            if name in group and group[name] != new_groups[0][name]:
                 raise ValueError(
                     f"state_dict must have one {name} for all groups, got {new_groups[0][name]!r} "
                     f"in group 0 and {group[name]!r} in group {number}"
@@ -142,9 +162,9 @@ def _taken_over(
             f"{saved['batches']}: every batch has its own dual"
         )
     ranks = saved.get("ranks", 1)  # what was saved before there were ranks has none
-    if type(ranks) is not int or ranks != own["ranks"]:
+    if type(ranks) is not int or ranks != own.get("ranks", 1):
         raise ValueError(
-            f"state_dict must be that of one of {own['ranks']} ranks, got one of {ranks}: "
+            f"state_dict must be that of one of {own.get('ranks', 1)} ranks, got one of {ranks}: "
             "use torchpisa.distributed.load, which shares the duals out anew"
         )
     params = saved.get("params")
@@ -171,7 +191,8 @@ def _taken_over(
                 raise ValueError(f"names of settings must be strings, got {name!r}")
             if _is_code(value):
                 raise ValueError(f"{name} must be a value, not code, got {value!r}")
-        group = {**own, "kept": None, **taken}
+        # What only an open round has may be missing.
+        group = {**own, **({"kept": None} if "kept" in own else {}), **taken}
         check_group(group)
         _check_progress(group, saved)
         _put_in_form(group)
@@ -197,7 +218,12 @@ def _check_progress(group: Group, saved: Group) -> None:
     # A round whose last slot has been used is over, and its bits are zero again.
     _check_bits("visited", group["visited"], (1 << batches) - 2)
     _check_bits("present", group["present"], (1 << batches) - 1, within=group["visited"])
-    kept = group["kept"]
+    moves = group.get("moves", False)
+    if not isinstance(moves, bool) and not (
+        isinstance(moves, Tensor) and moves.dim() == 0 and moves.dtype == torch.bool
+    ):
+        raise ValueError(f"moves must be True, False or a tensor of one bool, got {moves!r}")
+    kept = group.get("kept")
     if kept is not None and not (
         isinstance(kept, Tensor)
         and kept.shape == (batches,)
@@ -211,7 +237,7 @@ def _check_progress(group: Group, saved: Group) -> None:
     for weight in weights:
         arguments.check_sigma("weights", weight)
     total = math.fsum(weights)
-    if total > 1 + 1e-6 or (group["ranks"] == 1 and total < 1 - 1e-6):
+    if total > 1 + 1e-6 or (group.get("ranks", 1) == 1 and total < 1 - 1e-6):
         raise ValueError(f"weights must add up to 1 over all batches, got {weights!r}")
 
 
@@ -227,12 +253,14 @@ def _put_in_form(group: Group) -> None:
     params, batches = group["params"], group["batches"]
     device = params[0].device if params else torch.device("cpu")
     for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
-        values = arguments.per_batch(name, group[name], batches, check)
-        group[name] = arguments.numbers(values, device if group["capturable"] else None)
+        if name in group:
+            values = arguments.per_batch(name, group[name], batches, check)
+            group[name] = arguments.numbers(values, device if group["capturable"] else None)
     if group["capturable"] and isinstance(group["lr"], Tensor):
         group["lr"] = group["lr"].to(device)
-    if group["kept"] is not None:
-        group["kept"] = group["kept"].to(device)
+    for name in ("kept", "moves"):
+        if isinstance(group.get(name), Tensor):
+            group[name] = group[name].to(device)
 
 
 # State
@@ -256,6 +284,11 @@ def _checked_state(held: State, first: State, param: Tensor, group: Group, key: 
         if name.endswith(suffix)
     }
     expected |= {name: value for name, value in first.items() if not name.endswith(suffix)}
+    if (
+        "pending" in held and "dual" in first
+    ):  # with one dual for all batches, while a round is open
+        dtype = torch.promote_types(first["dual"].dtype, torch.float32)
+        expected["pending"] = first["dual"].to(dtype)
     if held.keys() != expected.keys():
         raise ValueError(
             f"state_dict must have {', '.join(sorted(expected))} for parameter {key}, "
@@ -269,11 +302,11 @@ def _checked_state(held: State, first: State, param: Tensor, group: Group, key: 
             with _naming(f"state of parameter {key}"):
                 _check_bits(name, value, (1 << group["batches"]) - 1, within=group["visited"])
             taken[name] = value
-        elif name.startswith("step."):
+        elif name.partition(".")[0] == "step":
             taken[name] = _counter(value, like, where)
         else:
             _check_tensor(value, like, where, name, key)
-            if dtypes.setdefault(like.dtype, value.dtype) != value.dtype:
+            if name != "pending" and dtypes.setdefault(like.dtype, value.dtype) != value.dtype:
                 raise ValueError(
                     f"state_dict must have one dtype for the state of parameter {key}, got "
                     f"{value.dtype} for {name} and {dtypes[like.dtype]} before"

@@ -234,10 +234,6 @@ class GroupedOptimizer(Optimizer):
         Raises:
             ValueError: an entry, which the message names, does not fit.
         """
-        given = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-        for prepare in self._optimizer_load_state_dict_pre_hooks.values():
-            prepared = prepare(self, given)
-            given = given if prepared is None else prepared
         preconditioners: dict[int, Preconditioner] = {}
 
         def fresh_state(param: Tensor, group: Group, batches: int) -> dict[str, Any]:
@@ -245,12 +241,7 @@ class GroupedOptimizer(Optimizer):
                 preconditioners[id(group)] = self.preconditioner(group)
             return _fresh_state(param, group, preconditioners[id(group)], batches)
 
-        loaded = checkpoint.unpacked(
-            given, self.param_groups, self.defaults, self._check_loaded, fresh_state
-        )
-        self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
-        for finish in self._optimizer_load_state_dict_post_hooks.values():
-            finish(self)
+        checkpoint.load(self, state_dict, self._check_loaded, fresh_state)
 
 
 def _fresh_state(

@@ -13,7 +13,7 @@ from torchpisa.algorithms import misa, nsisa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.kernels import loop, newton_schulz, sharded
-from torchpisa.kernels.job import Member, compute_dtype, real
+from torchpisa.kernels.job import Member, check_shapes, compute_dtype, real
 from torchpisa.kernels.rounding import store
 from torchpisa.optim import arguments, checkpoint, nonfinite, report, traced
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
@@ -29,6 +29,9 @@ PROGRESS: Group = {"iteration": 0, "visited": 0, "present": 0, "moves": False}
 # One value for the whole optimizer: a round is a round of all parameters.
 SHARED = ("batches", "weights", "clip", "nonfinite")
 _LARGE = ("dual", "rows", "moment")
+# Settings that are floats, if an integer was given too.
+_NAMES = ("lr", "momentum", "weight_decay", "look_ahead", "row_beta", "beta", "eps")
+_FLOATS: Group = dict.fromkeys(_NAMES, 0.0)
 
 
 class MISA(Optimizer):
@@ -135,11 +138,7 @@ class MISA(Optimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        check_count("batches", batches)
-        check_choice("nonfinite", nonfinite, ("raise", "skip", "ignore"))
-        if clip is not None:
-            check_range("clip", clip, 0, low_open=True)
-        defaults: Group = {
+        given: Group = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
@@ -151,7 +150,7 @@ class MISA(Optimizer):
             "ns_dtype": ns_dtype,
             "matrix": None,
             "batches": batches,
-            "weights": arguments.shares(weights, batches),
+            "weights": weights,
             "clip": clip,
             "nonfinite": nonfinite,
             "maximize": maximize,
@@ -160,6 +159,10 @@ class MISA(Optimizer):
             "capturable": capturable,
             "state_dtype": state_dtype,
         }
+        defaults = arguments.in_form(given, _FLOATS)
+        check_count("batches", defaults["batches"])
+        arguments.check_shared(defaults)
+        defaults["weights"] = arguments.shares(defaults["weights"], defaults["batches"])
         _check_group(defaults)
         self._forget()
         super().__init__(params, defaults)
@@ -357,7 +360,7 @@ class MISA(Optimizer):
                     f"got {param_group[name]!r}"
                 )
         inherited = {name: first[name] for name in (*SHARED, *PROGRESS)}
-        group = {**self.defaults, **param_group, **inherited}
+        group = {**self.defaults, **arguments.in_form(param_group, _FLOATS), **inherited}
         _check_group(group)
         super().add_param_group(group)
         added = self.param_groups[-1]
@@ -368,7 +371,7 @@ class MISA(Optimizer):
             raise
         for param_name, param in _named(added):
             if param.requires_grad:
-                self._init_state(param, added, param_name)
+                self.state[param] = _fresh_state(param, added, param_name)
         self._params += added["params"]
 
     def _member(self, param: Tensor, group: Group) -> "Member | None":
@@ -383,34 +386,13 @@ class MISA(Optimizer):
             )
         state = self.state.get(param)
         if not state:
-            (name,) = (name for name, other in _named(group) if other is param)
-            state = self._init_state(param, group, name)
+            state = self.state[param] = _fresh_state(param, group, _name_of(param, group))
         if state["dual"].get_device() != param.get_device():
             for key, value in state.items():
                 if key != "step" or group["capturable"]:
                     state[key] = value.to(param.device)
-        if state["dual"].shape != param.shape:
-            raise ValueError(
-                f"a parameter must keep its shape, {tuple(state['dual'].shape)}, got "
-                f"{tuple(param.shape)}: make a new optimizer for it"
-            )
+        check_shapes([Member(param, grad, state)], ("dual", "moment", "pending"))
         return sharded.part(Member(param, grad, state))
-
-    def _init_state(self, param: Tensor, group: Group, name: str | None) -> State:
-        dtype = param.dtype
-        if not dtype.is_complex:
-            dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
-        state: State = self.state[param]
-        state["dual"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        if not _is_orthogonalized(param, group, name):
-            state["moment"] = torch.zeros_like(state["dual"])
-        elif group["row_beta"] is not None:
-            # (rows, 1, ...), so that it is sharded with the rows of its parameter.
-            narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
-            state["rows"] = state["dual"][narrow].clone()
-        device = param.device if group["capturable"] else "cpu"
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        return state
 
     def _forget(self) -> None:
         """Start afresh with what belongs to this object and is never saved."""
@@ -421,20 +403,26 @@ class MISA(Optimizer):
         super().__setstate__(state)
         self._forget()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state_dict; it may be taken in the middle of a round."""
+        return checkpoint.packed(super().state_dict())
+
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a MISA with the same number of batches.
 
-        Tensors keep the dtype that they were saved with. Raises ValueError before anything is
-        changed if the state does not fit.
+        Hooks see it first; then every entry of it is checked, and if one does not fit, nothing has
+        changed. Tensors keep the dtype that they were saved with, counters are float32.
+
+        Raises:
+            ValueError: an entry, which the message names, does not fit.
         """
-        checkpoint.check(state_dict, self.param_groups, self.state)
-        previous = [dict(group) for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        checkpoint.restore(state_dict, previous, self.param_groups, self.state)
-        for group in self.param_groups:
-            for name, param in _named(group):
-                if param.requires_grad and not self.state.get(param):
-                    self._init_state(param, group, name)
+        checkpoint.load(
+            self,
+            state_dict,
+            _check_loaded,
+            lambda param, group, _: _fresh_state(param, group, _name_of(param, group)),
+        )
 
     def _free_slots(self) -> list[int]:
         visited = self.param_groups[0]["visited"]
@@ -640,6 +628,27 @@ def _shape(member: Member) -> tuple[int, int]:
     return whole.size(0), whole.numel() // whole.size(0)
 
 
+def _fresh_state(param: Tensor, group: Group, name: str | None) -> State:
+    """Return the state of a parameter before its first step."""
+    dtype = param.dtype
+    if not dtype.is_complex:
+        dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
+    state: State = {"dual": torch.zeros_like(param, dtype=dtype, requires_grad=False)}
+    if not _is_orthogonalized(param, group, name):
+        state["moment"] = torch.zeros_like(state["dual"])
+    elif group["row_beta"] is not None:
+        # (rows, 1, ...), so that it is sharded with the rows of its parameter.
+        narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
+        state["rows"] = state["dual"][narrow].clone()
+    device = param.device if group["capturable"] else "cpu"
+    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    return state
+
+
+def _name_of(param: Tensor, group: Group) -> str | None:
+    return next(name for name, other in _named(group) if other is param)
+
+
 def _named(group: Group) -> Iterator[tuple[str | None, Tensor]]:
     """Return the parameters of a group with their names, None for those without."""
     names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
@@ -689,6 +698,12 @@ def _check_group(group: Group) -> None:
     for flag in ("foreach", "matrix"):
         check_choice(flag, group[flag], (None, True, False))
     arguments.check_dtype("state_dtype", group["state_dtype"])
+
+
+def _check_loaded(group: Group) -> None:
+    arguments.check_shared(group)
+    _check_group(group)
+    _check_params(group)
 
 
 def _check_params(group: Group) -> None:
