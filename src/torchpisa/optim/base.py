@@ -208,7 +208,8 @@ class ConsensusOptimizer(GroupedOptimizer):
         ]
         where = f"batch {slot} of iteration {self.iteration}"
         verdict = nonfinite.verdict(groups, reached, kernels, found_inf, where)
-        present, keep, search, problem = verdict
+        present, keep, search, problem, deferred = verdict
+        flags = self._watch.flags(groups, reached, deferred)
         if problem is not None:
             if self._exchange is None:
                 raise FloatingPointError(
@@ -219,9 +220,9 @@ class ConsensusOptimizer(GroupedOptimizer):
         self._open()
         if present:
             rounds.local_step(
-                groups, reached, preconditioners, kernels, slot, keep, grad_scale, search
+                groups, reached, preconditioners, kernels, slot, keep, grad_scale, search, flags
             )
-        if search:
+        if search or any(deferred):
             self._watch.note(kernels, reached, where)
         for group in groups:
             group["present"] |= present << slot
