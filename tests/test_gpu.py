@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.optim.table import ENTRIES
-from torchpisa import NSISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.kernels import newton_schulz
 
 pytestmark = pytest.mark.gpu
@@ -190,11 +190,13 @@ def test_parameters_on_several_devices(foreach):
 
 
 @pytest.mark.parametrize("batches", [1, 3])
-@pytest.mark.parametrize("cls", [SISA, NSISA])
-def test_default_does_not_wait_for_the_device(cls, batches):
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("foreach", [None, True], ids=["default", "foreach"])
+@pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
+def test_default_does_not_wait_for_the_device(cls, foreach, clip, batches):
     """Although it looks for infinities, and raises when the host hears of them."""
     model = network().cuda()
-    opt = cls(model.parameters(), batches=batches)
+    opt = cls(model.parameters(), batches=batches, foreach=foreach, clip=clip)
     train(model, opt, 2 * batches, "cuda")
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -206,6 +208,26 @@ def test_default_does_not_wait_for_the_device(cls, batches):
             opt.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("foreach", [None, True], ids=["default", "foreach"])
+@pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
+def test_nonfinite_gradients_are_reported_later(cls, foreach):
+    """They never reach weights or state, and the error names the parameter."""
+    model = network().cuda()
+    opt = cls(model.named_parameters(), foreach=foreach)
+    train(model, opt, 3, "cuda")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model[0].weight.grad[1, 1] = float("nan")
+    opt.step()
+    torch.cuda.synchronize()
+    with pytest.raises(FloatingPointError, match=r"batch 0 of iteration 3: 0\.weight\."):
+        opt.step()
+    held = [v for own in opt.state.values() for v in own.values() if isinstance(v, torch.Tensor)]
+    assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *held))
+    train(model, opt, 3, "cuda")
+    opt.flush()
 
 
 @pytest.mark.parametrize("cls", [SISA, NSISA])

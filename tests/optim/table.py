@@ -118,6 +118,16 @@ BAD_COMMON = [
     ),
     BadInput({"sgima": 1.0}, r"unknown argument sgima=1\.0 .* did you mean 'sigma'\?.*Legal: "),
     BadInput({"betas": (0.9, 0.99)}, r"unknown argument betas=\(0\.9, 0\.99\)"),
+    BadInput({"zz": 1.0}, r"unknown argument zz=1\.0 for [A-Z]+\. Legal: "),
+    # True is not 1, and 1 is not True.
+    BadInput({"lr": True}, r"lr must be a finite number >= 0, got True"),
+    BadInput({"sigma": True}, r"sigma must be a finite number > 0, got True"),
+    BadInput({"lr": torch.tensor(True)}, r"lr must be a finite number >= 0, got tensor\(True\)"),
+    BadInput({"lr": torch.tensor(1j)}, r"lr must be a finite number >= 0, got tensor"),
+    BadInput({"lr": 10**400}, r"lr must be .*, got 1000"),
+    BadInput({"maximize": 1}, r"maximize must be one of True, False, got 1"),
+    BadInput({"foreach": 0}, r"foreach must be one of None, True, False, got 0"),
+    BadInput({"nonfinite": True}, r"nonfinite must be one of .* got True"),
 ]
 
 BAD_OWN = {
@@ -133,6 +143,7 @@ BAD_OWN = {
     NSISA: [
         BadInput({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1\.0"),
         BadInput({"ns_steps": 0}, r"ns_steps must be an integer >= 1, got 0"),
+        BadInput({"ns_steps": 10**9}, r"ns_steps must be an integer <= 100, got 1000000000"),
         BadInput({"ns_dtype": torch.int8}, r"ns_dtype must be a real floating dtype.* got torch"),
         BadInput({"perturbation": 1.0}, r"perturbation must be in \[0, 1\), got 1\.0"),
         BadInput({"sisa_sigma": 0.0}, r"sisa_sigma must be a finite number > 0, got 0\.0"),

@@ -363,6 +363,24 @@ def test_numpy_numbers_become_pythons(cls, tmp_path):
     assert other.param_groups[0]["lr"] == 0.25
 
 
+@pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
+def test_more_parameters_do_not_ask_more_often_for_their_rule(cls, monkeypatch):
+    """Which takes as long as there are parameters; construction and loading were quadratic."""
+    counts = []
+    asked = cls.preconditioner
+
+    def preconditioner(self, group):
+        counts[-1] += 1
+        return asked(self, group)
+
+    monkeypatch.setattr(cls, "preconditioner", preconditioner)
+    for count in (2, 40):
+        counts.append(0)
+        opt = cls([nn.Parameter(torch.ones(2, 2)) for _ in range(count)])
+        opt.load_state_dict(opt.state_dict())
+    assert counts[0] == counts[1]
+
+
 def test_initial_consensus_leaves_frozen_parameters_alone():
     params = parameters()
     before = [p.detach().clone() for p in params]

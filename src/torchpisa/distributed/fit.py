@@ -126,8 +126,11 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: Consensu
                 f"got one that differs in {', '.join(differing)}"
             )
         for name, param in own:
-            held = optimizer.state.get(param)
-            if held is None or name not in saved.state:
+            held = optimizer._state_of(param)
+            if name not in saved.state:
+                continue
+            if held is None:
+                _check_shape("dual of", name, param, source, state_key(name, "dual", 0))
                 continue
             kinds = {key.removesuffix(".0") for key in held if _is_of_node(key, 0)}
             if kinds != set(saved.state[name]):

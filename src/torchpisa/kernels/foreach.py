@@ -284,6 +284,8 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
         grads = [torch.zeros_like(param, dtype=dtype) for param in params]
     else:
         grads = _as([real(member.grad) for member in members if member.grad is not None], dtype)
+        if job.flags is not None:
+            grads = _finite(job, members, grads)
         if job.grad_scale is not None:
             grads = list(torch._foreach_div(grads, job.grad_scale.to(grads[0].device)))
     if job.maximize:
@@ -293,8 +295,26 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
     return grads
 
 
+def _finite(job: LocalJob, members: list[Member], grads: Tensors) -> Tensors:
+    """Copies of gradients, with zeros for those that are not finite, whose flags are raised.
+
+    Nobody waits for a device to know which.
+    """
+    assert job.flags is not None
+    flags = {id(member.param): flag for member, flag in zip(job.members, job.flags, strict=True)}
+    # A gradient so large that its square overflows counts as infinite.
+    good = torch.stack(torch._foreach_norm(grads)).isfinite()
+    bad = good.logical_not().to(torch.float32).unbind()
+    torch._foreach_add_([flags[id(member.param)] for member in members], bad)
+    return [torch.where(keep, g, 0) for keep, g in zip(good.unbind(), grads, strict=True)]
+
+
 def _residuals(job: LocalJob, duals: Tensors, grads: Tensors) -> Tensors:
-    rs = list(torch._foreach_add(duals, grads))
+    if job.flags is None:
+        rs = list(torch._foreach_add(duals, grads))
+    else:  # the gradients are copies, which are not needed any more
+        rs = grads
+        torch._foreach_add_(rs, duals)
     if job.clip_scale is not None:
         torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
     return rs

@@ -1,6 +1,6 @@
 """What an optimizer hands to a kernel: tensors, and the numbers of one round."""
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -69,6 +69,8 @@ class LocalJob:
         stochastic_rounding: round what is stored in bfloat16 at random instead of to nearest.
         search: leave out entries of gradients that are not finite, and note whose they are; for
             kernels that search while they work.
+        flags: numbers on the device, one per member, that `foreach` raises where it finds a
+            gradient that is not finite, which then counts as zero; None if it need not look.
     """
 
     members: list[Member]
@@ -86,6 +88,7 @@ class LocalJob:
     move: Move | None
     stochastic_rounding: bool = False
     search: bool = False
+    flags: Sequence[Tensor] | None = None
 
 
 class Kernel(Protocol):

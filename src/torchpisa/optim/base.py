@@ -1,7 +1,8 @@
 """What PISA, SISA, NSISA and MISA share as torch optimizers: rounds of batches, and their steps."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, overload
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from torchpisa.checks import check_count
+from torchpisa.kernels import foreach
 from torchpisa.kernels.fused import Plans
 from torchpisa.kernels.job import Member
 from torchpisa.optim import nonfinite, report, rounds, traced
 from torchpisa.optim.grouped import GroupedOptimizer
-from torchpisa.preconditioners import Preconditioner
+from torchpisa.optim.undo import Undo
 
 __all__ = ["ConsensusOptimizer"]
 
@@ -120,9 +122,12 @@ class ConsensusOptimizer(GroupedOptimizer):
         members = self._members()
         rest = [[m for m in own if m.grad is not None and not _took(m, slot)] for own in members]
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if any(rest) or self._exchange is None or not self._exchange.begun:
-            self._take(slot, rest, "step", scale, found_inf)
-        self._use_up(slot, members)
+        with self._all_or_nothing(members):
+            if any(rest) or self._exchange is None or not self._exchange.begun:
+                self._take(slot, rest, "step", scale, found_inf)
+            complete = self._use_up(slot, members)
+        if complete:
+            self._end_round(members)
         return loss
 
     @torch.no_grad()
@@ -137,8 +142,12 @@ class ConsensusOptimizer(GroupedOptimizer):
         self._report_nonfinite()
         slot = self._claim(batch)
         self._check_gradients(slot)
-        self._open()
-        self._use_up(slot, self._members())
+        members = self._members()
+        with self._all_or_nothing(members):
+            self._open()
+            complete = self._use_up(slot, members)
+        if complete:
+            self._end_round(members)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -148,7 +157,23 @@ class ConsensusOptimizer(GroupedOptimizer):
         """
         self._report_nonfinite(wait=True)
         if not self.synced:
-            self._close(self._members())
+            members = self._members()
+            with self._all_or_nothing(members):
+                if self._exchange is None:
+                    self._close_alone(members)
+            self._end_round(members)
+
+    @contextmanager
+    def _all_or_nothing(self, members: Sequence[Sequence[Member]]) -> Iterator[None]:
+        """Put everything back if an error is raised, as by a preconditioner of the user's own."""
+        foreign = not all(map(foreach.knows, self._preconditioners()))
+        everyone = [member for own in members for member in own] if foreign else []
+        undo = Undo(self.param_groups, everyone)
+        try:
+            yield
+        except BaseException:
+            undo.restore()
+            raise
 
     def _take(
         self,
@@ -183,7 +208,8 @@ class ConsensusOptimizer(GroupedOptimizer):
         ]
         where = f"batch {slot} of iteration {self.iteration}"
         verdict = nonfinite.verdict(groups, reached, kernels, found_inf, where)
-        present, keep, search, problem = verdict
+        present, keep, search, problem, deferred = verdict
+        flags = self._watch.flags(groups, reached, deferred)
         if problem is not None:
             if self._exchange is None:
                 raise FloatingPointError(
@@ -194,9 +220,9 @@ class ConsensusOptimizer(GroupedOptimizer):
         self._open()
         if present:
             rounds.local_step(
-                groups, reached, preconditioners, kernels, slot, keep, grad_scale, search
+                groups, reached, preconditioners, kernels, slot, keep, grad_scale, search, flags
             )
-        if search:
+        if search or any(deferred):
             self._watch.note(kernels, reached, where)
         for group in groups:
             group["present"] |= present << slot
@@ -215,19 +241,24 @@ class ConsensusOptimizer(GroupedOptimizer):
             else:
                 group["sigma"] = new
 
-    def _use_up(self, slot: int, members: list[list[Member]]) -> None:
+    def _use_up(self, slot: int, members: list[list[Member]]) -> bool:
+        """Note that a slot was used, and return whether it was the last of the round.
+
+        Then the weights move, unless other ranks have a say in it.
+        """
         for group in self.param_groups:
             group["visited"] |= 1 << slot
-        if not self._free_slots():
-            self._close(members)
+        complete = not self._free_slots()
+        if complete and self._exchange is None:
+            self._close_alone(members)
+        return complete
 
-    def _close(self, members: list[list[Member]]) -> None:
+    def _end_round(self, members: list[list[Member]]) -> None:
+        """Move the weights together with other ranks, if there are any, and tell observers."""
         groups, preconditioners = self.param_groups, self._preconditioners()
         own, self._problem = self._problem, None
         problems = 0
-        if self._exchange is None:
-            self._close_alone(members, preconditioners)
-        else:
+        if self._exchange is not None:
             problems = self._exchange.close(
                 groups, members, preconditioners, own is not None, self._plans
             )
@@ -242,9 +273,8 @@ class ConsensusOptimizer(GroupedOptimizer):
                 "nonfinite='skip' goes on without an error"
             )
 
-    def _close_alone(
-        self, members: list[list[Member]], preconditioners: list[Preconditioner]
-    ) -> None:
+    def _close_alone(self, members: list[list[Member]]) -> None:
+        preconditioners = self._preconditioners()
         for number, (group, own) in enumerate(zip(self.param_groups, members, strict=True)):
             reached = [member for member in own if member.state["arrived"]]
             if not rounds.alone(group):
@@ -289,7 +319,9 @@ class ConsensusOptimizer(GroupedOptimizer):
                 "backward() ran twice before step(), but what the first one found is on its way "
                 "already: accumulate gradients under model.no_sync(), all but the last"
             )
-        if not self._take(slot, reached, key, grad_scale, found_inf):
+        with self._all_or_nothing(reached):
+            present = self._take(slot, reached, key, grad_scale, found_inf)
+        if not present:
             for group, own in zip(self.param_groups, reached, strict=True):
                 rounds.contribute_duals(group, own, slot)
         self._exchange.begun = True

@@ -39,8 +39,9 @@ class Common(TypedDict, total=False):
             parameters are given to the optimizer. Not when resuming. Default False.
         nonfinite: what to do with a batch whose gradients are not all finite: `"raise"`, `"skip"`
             (the batch counts as absent) or `"ignore"` (do not look). `"raise"` changes nothing,
-            except in fused kernels on a GPU: not to wait for the device, they leave out the entries
-            that are not finite, step the others, and a later `step()` raises. Default `"raise"`.
+            except on a GPU. Not to wait for the device, a step there leaves out what is not finite
+            and steps the rest, and a later `step()` raises: fused kernels leave out single entries,
+            `foreach` the whole gradient of a parameter, which counts as zero. Default `"raise"`.
         maximize: maximise instead of minimise. Default False.
         foreach: one call per operation for all parameters instead of a loop over them; None
             decides. Default None.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpisa.kernels import sharded
+from torchpisa.kernels import foreach, sharded
 from torchpisa.kernels.fused import Plan
 from torchpisa.kernels.job import Kernel, Member, real
 from torchpisa.kernels.table import Launch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Verdict", "Watch", "verdict"]
 
+# Where the host would have to wait for what it asks; tests add the CPU.
+DEFERRED_ON = ["cuda"]
+
 
 class Verdict(NamedTuple):
     """Whether a batch takes part.
@@ -27,12 +30,14 @@ class Verdict(NamedTuple):
         keep: a tensor that says so, where only the device knows.
         search: the kernels are to look while they work, and to leave out single entries.
         problem: what is wrong with it, if that is to be raised.
+        deferred: by group, whether `foreach` is to look while it works; see `Watch.flags`.
     """
 
     present: bool = True
     keep: Tensor | None = None
     search: bool = False
     problem: str | None = None
+    deferred: Sequence[bool] = ()
 
 
 def verdict(
@@ -57,10 +62,16 @@ def verdict(
         return Verdict()
     home = everyone[0].param.device
     plans = [kernel for kernel in kernels if isinstance(kernel, Plan)]
-    pairs = zip(members, kernels, strict=True)
-    rest = _gradients([own for own, kernel in pairs if not isinstance(kernel, Plan)])
     # A gradient of which every process holds a part is left out by all of them or by none.
     over = sharded.groups([member.origin for member in everyone])
+    deferred = [
+        found_inf is None and mode == "raise" and not over and _can_wait(own, kernel)
+        for own, kernel in zip(members, kernels, strict=True)
+    ]
+    looked_at = zip(members, kernels, deferred, strict=True)
+    rest = _gradients(
+        [own for own, kernel, later in looked_at if not (later or isinstance(kernel, Plan))]
+    )
     if found_inf is None and mode == "raise":
         bad = []
         if rest and _any_nonfinite(rest):
@@ -69,7 +80,7 @@ def verdict(
         if over and not plans:
             is_bad = bool(_anywhere(torch.tensor(is_bad, device=home), over))
         if not is_bad:
-            return Verdict(search=bool(plans))
+            return Verdict(search=bool(plans), deferred=deferred)
         names = named(bad, groups) if bad else "in a shard of another process"
         return Verdict(present=False, problem=f"non-finite gradient in {where}: {names}")
     if found_inf is not None:
@@ -88,6 +99,17 @@ def verdict(
     if bad_batch.device.type != "cpu" or groups[0]["capturable"]:
         return Verdict(keep=bad_batch.logical_not())
     return Verdict(present=not bad_batch)
+
+
+def _can_wait(members: Sequence[Member], kernel: Kernel) -> bool:
+    """Whether the host can do without knowing whether gradients are finite until a later step.
+
+    That is where asking means to wait for a device, and `foreach` need not be told.
+    """
+    return kernel is foreach and all(
+        member.param.device.type in DEFERRED_ON and member.param.device == members[0].param.device
+        for member in members
+    )
 
 
 def _anywhere(found: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
@@ -112,8 +134,40 @@ class _Sent:
     """Flags under way, and the step that they come from."""
 
     launches: list[tuple[Launch, list[Member]]]
+    flags: list["_Flags"]
     on_gpu: bool
     where: str
+
+
+@dataclass(frozen=True)
+class _Flags:
+    """Flags of all parameters of a group, for kernels that have none of their own.
+
+    Attributes:
+        params: the parameters.
+        nonfinite: a number each, on the device; above zero where a gradient was not finite.
+        seen: host memory for a copy of them.
+        of: the same numbers by parameter.
+    """
+
+    params: list[Tensor]
+    nonfinite: Tensor
+    seen: Tensor
+    of: dict[int, Tensor]
+
+    @classmethod
+    def make(cls, params: Sequence[Tensor], device: torch.device) -> "_Flags":
+        nonfinite = torch.zeros(len(params), dtype=torch.float32, device=device)
+        seen = torch.zeros(len(params), dtype=torch.float32)
+        of = dict(zip(map(id, params), nonfinite.unbind(), strict=True))
+        pinned = seen.pin_memory() if device.type == "cuda" else seen
+        return cls(list(params), nonfinite, pinned, of)
+
+    def fit(self, members: Sequence[Member]) -> bool:
+        """Whether there are flags for `members`, and on their device."""
+        return self.nonfinite.device == members[0].param.device and all(
+            id(member.origin) in self.of for member in members
+        )
 
 
 class Watch:
@@ -126,6 +180,25 @@ class Watch:
     def __init__(self) -> None:
         self._sent: _Sent | None = None
         self._event: torch.cuda.Event | None = None
+        self._flags: dict[int, _Flags] = {}
+
+    def flags(
+        self, groups: Sequence[Group], members: Sequence[list[Member]], deferred: Sequence[bool]
+    ) -> list[list[Tensor] | None]:
+        """Return, for the groups that are `deferred`, a number on the device for each member.
+
+        Kernels raise them where a gradient is not finite; they stay until they were reported.
+        """
+        found: list[list[Tensor] | None] = [None] * len(groups)
+        for number, (group, own) in enumerate(zip(groups, members, strict=True)):
+            if not (any(deferred) and deferred[number] and own):
+                continue
+            device = own[0].param.device
+            flags = self._flags.get(number)
+            if flags is None or not flags.fit(own):
+                flags = self._flags[number] = _Flags.make(group["params"], device)
+            found[number] = [flags.of[id(member.origin)] for member in own]
+        return found
 
     def note(self, kernels: Sequence[Kernel], members: Sequence[list[Member]], where: str) -> None:
         """Send for the flags of a step over `members` that has just been launched."""
@@ -137,16 +210,21 @@ class Watch:
             if isinstance(kernel, Plan)
             for launch in kernel.launches
         ]
-        on_gpu = any(launch.kind.device.type == "cuda" for launch, _ in launches)
+        flags = list(self._flags.values())
+        devices = [launch.kind.device for launch, _ in launches]
+        devices += [own.nonfinite.device for own in flags]
+        on_gpu = any(device.type == "cuda" for device in devices)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return
         for launch, _ in launches:
             launch.seen.copy_(launch.nonfinite, non_blocking=True)
+        for own_flags in flags:
+            own_flags.seen.copy_(own_flags.nonfinite, non_blocking=True)
         if on_gpu:
             if self._event is None:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
-        self._sent = _Sent(launches, on_gpu, where)
+        self._sent = _Sent(launches, flags, on_gpu, where)
 
     def report(self, name: Callable[[Sequence[Tensor]], str], wait: bool = False) -> None:
         """Raise FloatingPointError if flags have come back set.
@@ -167,16 +245,26 @@ class Watch:
             elif not self._event.query():  # type: ignore[no-untyped-call]
                 return
         self._sent = None
-        if not any(launch.seen.any() for launch, _ in sent.launches):
+        entries = any(launch.seen.any() for launch, _ in sent.launches)
+        whole = any(own.seen.any() for own in sent.flags)
+        if not entries and not whole:
             return
         bad = []
         for launch, members in sent.launches:
             flags = zip(launch.order, launch.seen.tolist(), strict=True)
             bad += [members[number].origin for number, flag in flags if flag]
             launch.nonfinite.zero_()
+        for own in sent.flags:
+            bad += [
+                param for param, flag in zip(own.params, own.seen.tolist(), strict=True) if flag
+            ]
+            own.nonfinite.zero_()
+        left_out = "Those entries were left out, the others were stepped"
+        if whole:
+            left_out = "Those entries, or all of the gradient that they are in, were left out"
         raise FloatingPointError(
-            f"non-finite gradient in {sent.where}: {name(bad)}. Those entries were left out, the "
-            "others were stepped; nonfinite='skip' leaves such batches out"
+            f"non-finite gradient in {sent.where}: {name(bad)}. {left_out}; nonfinite='skip' "
+            "leaves such batches out"
         )
 
 

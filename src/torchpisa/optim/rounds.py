@@ -118,7 +118,8 @@ def choose(
             return found
         if group["fused"]:
             raise ValueError(f"fused=True is not possible: {found}")
-    return foreach if _use_foreach(group, members) else loop
+    known = foreach.knows(preconditioner)
+    return foreach if known and _use_foreach(group, members) else loop
 
 
 def local_step(
@@ -130,12 +131,15 @@ def local_step(
     keep: Tensor | None,
     grad_scale: Tensor | None,
     search: bool,
+    flags: Sequence[Sequence[Tensor] | None],
 ) -> None:
     """The local step of one batch over all groups; with a single batch the consensus too."""
     jobs = []
-    for group, own, preconditioner in zip(groups, members, preconditioners, strict=True):
+    for group, own, preconditioner, flagged in zip(
+        groups, members, preconditioners, flags, strict=True
+    ):
         job = _job(group, own, preconditioner, slot, keep)
-        jobs.append(replace(job, grad_scale=grad_scale, search=search))
+        jobs.append(replace(job, grad_scale=grad_scale, search=search, flags=flagged))
     clip = groups[0]["clip"]
     if clip is not None:
         scale = _clip_scale(jobs, kernels, clip)
@@ -209,7 +213,8 @@ def _remember(group: Group, slot: int, keep: Tensor | None) -> None:
             kept[earlier].fill_(True)
         group["kept"] = kept
     # Part of a batch may be stepped before the rest: it took part if any of it did.
-    kept[slot].logical_or_(torch.ones_like(kept[slot]) if keep is None else keep)
+    here = torch.ones_like(kept[slot]) if keep is None else keep.to(kept.device)
+    kept[slot].logical_or_(here)
 
 
 def totals(group: Group) -> Totals:

@@ -115,9 +115,9 @@ class Hessian(Preconditioner):
         )
         sigma, rho = problems[0].sigma, problems[0].rho
         if problems[0].present:
-            self._solved.update(id(param) for param in params)
             curvature = self._product(params, r.dtype)
             d = self._solve(lambda v: curvature(v) + decay * v, -r, float(sigma), float(rho))
+            self._solved.update(id(param) for param in params)
         else:
             d = -r / (sigma + rho * decay.clamp(max=self.eta))
         sizes = [problem.residual.numel() for problem in problems]
