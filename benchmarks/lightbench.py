@@ -111,6 +111,12 @@ def import_utils() -> types.ModuleType:
         ) from error
 
 
+def import_problem(name: str) -> types.ModuleType:
+    """Import a module of LightBench."""
+    import_utils()
+    return importlib.import_module(f"lightbench.{name}")
+
+
 def benchmarks() -> list[str]:
     """Return the names of the problems that LightBench's own runner has."""
     import_utils()
@@ -122,8 +128,7 @@ def benchmarks() -> list[str]:
 
 def difficulties(name: str) -> list[str]:
     """Return the difficulties of a problem that are tried, easiest first."""
-    import_utils()
-    module = importlib.import_module(f"lightbench.{name}")
+    module = import_problem(name)
     end, _ = LEFT_OUT.get(name, (None, ""))
     tried = DIFFICULTIES[: DIFFICULTIES.index(end) if end else None]
     return [level for level in tried if level in getattr(module, "configs", ("trivial",))]
@@ -131,8 +136,7 @@ def difficulties(name: str) -> list[str]:
 
 def load(name: str, difficulty: str, seed: int) -> Problem:
     """Return a problem."""
-    utils = import_utils()
-    module = importlib.import_module(f"lightbench.{name}")
+    utils, module = import_utils(), import_problem(name)
     found: list[Problem] = []
 
     def capture(
@@ -154,7 +158,8 @@ def load(name: str, difficulty: str, seed: int) -> Problem:
         "config": difficulty,
     }
     torch.manual_seed(seed)
-    module.main(**{key: value for key, value in arguments.items() if key in options})
+    with OnCPU():
+        module.main(**{key: value for key, value in arguments.items() if key in options})
     return found[0]
 
 
@@ -166,14 +171,15 @@ def solve(problem: Problem, optimizer: str, factor: float, steps: int, seed: int
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["lr"] *= factor
     for step in range(1, steps + 1):
-        inputs, target = problem.data() if problem.data else (None, None)
-        output = model() if inputs is None else model(inputs)
-        loss = problem.loss(output, target) if problem.loss else output
-        value = loss.item()
-        if not math.isfinite(value) or time.process_time() - start > SECONDS:
-            return None
-        if problem.won(model, value)[0]:
-            return step
+        with OnCPU():
+            inputs, target = problem.data() if problem.data else (None, None)
+            output = model() if inputs is None else model(inputs)
+            loss = problem.loss(output, target) if problem.loss else output
+            value = loss.item()
+            if not math.isfinite(value) or time.process_time() - start > SECONDS:
+                return None
+            if problem.won(model, value)[0]:
+                return step
         for opt in optimizers:
             opt.zero_grad()
         loss.backward()
@@ -190,7 +196,7 @@ def climb(item: tuple[str, str, int], steps: int = STEPS) -> Line:
     name, optimizer, seed = item
     torch.set_num_threads(1)
     start, tries, failed = time.process_time(), [], False
-    with OnCPU(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for difficulty in difficulties(name):
             factor, step, error = None, None, None
@@ -297,8 +303,7 @@ def main(arguments: list[str]) -> None:
         (args.results / "lightbench.json").write_text(text)
         (args.results / "lightbench.md").write_text(page(lines))
         return
-    with OnCPU():
-        names = benchmarks()
+    names = benchmarks()
     for name in args.only or ():
         if name not in names:
             parser.error(f"--only must name some of {', '.join(names)}, got {name}")
