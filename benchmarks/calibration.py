@@ -23,8 +23,7 @@ import torch
 
 import torchpisa
 from benchmarks import environment
-from benchmarks.out_of_the_box import STEPS, fit
-from benchmarks.tasks import TASKS, Task
+from benchmarks.tasks import STEPS, TASKS, Task, fit
 from torchpisa.tuning import calibrate
 
 TRIALS = 30

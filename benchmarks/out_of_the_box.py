@@ -6,6 +6,9 @@
 The first trains, the second prints the table and draws the curves of saved runs beside them.
 `--sweep` trains grids of sigma, rho and beta instead, from which the defaults were chosen. DIR
 holds the folders `mnist` and `ptb` with the original gz files; digits need scikit-learn only.
+
+`python -m benchmarks defaults` asks the same of eighteen tasks and supersedes this script. Nothing
+imports it; it stays as long as the documentation shows its results.
 """
 
 import argparse
@@ -13,8 +16,7 @@ import itertools
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,14 +26,8 @@ import torch
 
 import torchpisa
 from benchmarks import environment
-from benchmarks.tasks import TASKS, Task
+from benchmarks.tasks import STEPS, TASKS, fit
 
-STEPS = {"mlp": 2000, "cnn": 2000, "transformer": 3000, "logistic": 2000}
-EVALUATIONS = 20
-# Makes an optimizer from a model, its task and the loss of a model on a batch.
-Maker = Callable[
-    [torch.nn.Module, Task, Callable[[torch.nn.Module, Any], torch.Tensor]], torch.optim.Optimizer
-]
 ADAMW = [{"lr": lr} for lr in (3e-4, 1e-3, 3e-3, 1e-2)]
 
 
@@ -43,58 +39,6 @@ def make(name: str, model: torch.nn.Module, settings: dict[str, Any]) -> torch.o
         return torchpisa.SISA(model.parameters(), **settings)
     cls = {"nsisa": torchpisa.NSISA, "misa": torchpisa.MISA}[name]
     return cls(torchpisa.optim.param_groups.split(model), **settings)
-
-
-def fit(
-    task_name: str, data: str, device: str, seed: int, scale: float, make: Maker
-) -> dict[str, Any]:
-    """Train once with a linear decay of lr over the last fifth; return the curves.
-
-    Args:
-        task_name: one of `TASKS`.
-        data: folder of the data sets.
-        device: where to train.
-        seed: of initial weights and order of the data.
-        scale: what the loss is multiplied by.
-        make: makes the optimizer, from the model, the task and the scaled loss.
-    """
-    torch.set_num_threads(1)
-    task = TASKS[task_name](Path(data), torch.device(device))
-    torch.manual_seed(seed)
-    model = task.model()
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return scale * task.loss(model, batch)
-
-    opt = make(model, task, loss_of)
-    steps, tail = STEPS[task_name], STEPS[task_name] // 5
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: min(1.0, (steps - k) / tail))
-    curve, losses, start = [], [], time.perf_counter()
-    for step in range(1, steps + 1):
-        for _ in range(getattr(opt, "batches", 1)):
-            opt.zero_grad()
-            loss = loss_of(model, task.draw(generator))
-            loss.backward()
-            try:
-                opt.step()
-            except FloatingPointError:  # diverged: nothing was changed, so the metric is still one
-                opt.zero_grad()
-        schedule.step()
-        losses.append(loss.detach() / scale)
-        if step % (steps // EVALUATIONS) == 0:
-            recent = torch.stack(losses[-(steps // EVALUATIONS) :]).mean()
-            curve.append((step, float(recent), task.evaluate(model, "validation")))
-    return {
-        "task": task_name,
-        "seed": seed,
-        "metric": task.metric,
-        "better": task.better,
-        "curve": curve,
-        "validation": curve[-1][2],
-        "test": task.evaluate(model, "test"),
-        "seconds": round(time.perf_counter() - start, 2),
-    }
 
 
 def train(

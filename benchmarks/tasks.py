@@ -6,9 +6,11 @@ files of MNIST, Penn Treebank and Adult are given by the caller; digits come wit
 
 import gzip
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from recipes import datasets
 
-__all__ = ["TASKS", "Task", "load_digits_split"]
+__all__ = ["STEPS", "TASKS", "Task", "fit", "load_digits_split"]
 
 
 @dataclass
@@ -187,3 +189,60 @@ TASKS = {
     "transformer": ptb_transformer,
     "logistic": adult_logistic,
 }
+
+STEPS = {"mlp": 2000, "cnn": 2000, "transformer": 3000, "logistic": 2000}
+EVALUATIONS = 20
+# Makes an optimizer from a model, its task and the loss of a model on a batch.
+Maker = Callable[[nn.Module, Task, Callable[[nn.Module, Any], Tensor]], torch.optim.Optimizer]
+
+
+def fit(
+    task_name: str, data: str, device: str, seed: int, scale: float, make: Maker
+) -> dict[str, Any]:
+    """Train once with a linear decay of lr over the last fifth; return the curves.
+
+    Args:
+        task_name: one of `TASKS`.
+        data: folder of the data sets.
+        device: where to train.
+        seed: of initial weights and order of the data.
+        scale: what the loss is multiplied by.
+        make: makes the optimizer, from the model, the task and the scaled loss.
+    """
+    torch.set_num_threads(1)
+    task = TASKS[task_name](Path(data), torch.device(device))
+    torch.manual_seed(seed)
+    model = task.model()
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return scale * task.loss(model, batch)
+
+    opt = make(model, task, loss_of)
+    steps, tail = STEPS[task_name], STEPS[task_name] // 5
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: min(1.0, (steps - k) / tail))
+    curve, losses, start = [], [], time.perf_counter()
+    for step in range(1, steps + 1):
+        for _ in range(getattr(opt, "batches", 1)):
+            opt.zero_grad()
+            loss = loss_of(model, task.draw(generator))
+            loss.backward()
+            try:
+                opt.step()
+            except FloatingPointError:  # diverged: nothing was changed, so the metric is still one
+                opt.zero_grad()
+        schedule.step()
+        losses.append(loss.detach() / scale)
+        if step % (steps // EVALUATIONS) == 0:
+            recent = torch.stack(losses[-(steps // EVALUATIONS) :]).mean()
+            curve.append((step, float(recent), task.evaluate(model, "validation")))
+    return {
+        "task": task_name,
+        "seed": seed,
+        "metric": task.metric,
+        "better": task.better,
+        "curve": curve,
+        "validation": curve[-1][2],
+        "test": task.evaluate(model, "test"),
+        "seconds": round(time.perf_counter() - start, 2),
+    }

@@ -1,14 +1,10 @@
 """Train every task with every optimizer, schedule and seed, one JSON line a run."""
 
-import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchpisa
-from benchmarks import environment
+from benchmarks import pool
 from benchmarks.defaults.tasks import TASKS
 from torchpisa.optim import param_groups
 
@@ -191,20 +187,18 @@ def _train_or_explain(key: Key, fraction: float) -> Run:
 
 
 def read(path: Path) -> list[Run]:
-    """Return the runs in a file, of those with the same key the last; without a torn last line."""
-    runs: dict[Key, Run] = {}
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError:  # the machine went away while it was written
-            continue
-        runs[Key(*(found[field] for field in Key._fields))] = found
-    return list(runs.values())
+    """Return the runs in a file, of those with the same key the last."""
+    return list({key_of(found): found for found in pool.read_lines(path)}.values())
+
+
+def key_of(found: Run) -> Key:
+    """Return what tells a run from the others."""
+    return Key(*(found[field] for field in Key._fields))
 
 
 def missing(keys: Iterable[Key], runs: Iterable[Run], fraction: float = 1.0) -> Iterator[Key]:
     """Yield the keys without a run, or with one that failed or had other settings or steps."""
-    done = {Key(*(found[field] for field in Key._fields)): found for found in runs}
+    done = {key_of(found): found for found in runs}
     for key in keys:
         found = done.get(key, {"error": "not run"})
         steps = max(1, round(fraction * TASKS[key.task].steps))
@@ -223,7 +217,7 @@ def run(
     limit_seconds: float = math.inf,
     fraction: float = 1.0,
 ) -> int:
-    """Train in processes of their own, append a line for each; return how many were left undone.
+    """Train, and append a line for each run; return how many were left undone.
 
     Args:
         keys: what to train.
@@ -232,31 +226,8 @@ def run(
         limit_seconds: after which no run begins.
         fraction: of the steps.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes: they are one per core
-    start, waiting = time.monotonic(), list(keys)
-    total, done, running = len(waiting), 0, set[Future[Run]]()
-    where = {"cpu": environment.device_name("cpu"), "versions": environment.versions()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torn = path.is_file() and not path.read_bytes().endswith(b"\n")
-    with (
-        path.open("a") as file,
-        ProcessPoolExecutor(min(jobs, max(1, total)), get_context("spawn")) as pool,
-    ):
-        file.write("\n" if torn else "")
-        while running or waiting:
-            late = time.monotonic() - start > limit_seconds
-            while waiting and not late and len(running) < jobs:
-                running.add(pool.submit(_train_or_explain, waiting.pop(0), fraction))
-            if not running:
-                break
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                result = future.result()
-                file.write(json.dumps({**result, **where}) + "\n")
-                file.flush()
-                done += 1
-                print(f"{done}/{total} {_describe(result)}", flush=True)
-    return len(waiting)
+    work = partial(_train_or_explain, fraction=fraction)
+    return pool.append_lines(work, keys, path, jobs, limit_seconds, _describe)
 
 
 def _describe(result: Run) -> str:
