@@ -216,6 +216,8 @@ def test_failed_statement_is_in_the_report(done: Results) -> None:
 
 
 def test_picture(done: Results, tmp_path: Path) -> None:
+    shown = ("mnist_1label", "cifar10_3label", "adult_1label")
+    done["runs"] = {name: run for name, run in done["runs"].items() if name.startswith(shown)}
     path = tmp_path / "curves.svg"
     RECIPE.draw(done, path)
     text = path.read_text(encoding="utf-8")
