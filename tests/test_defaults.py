@@ -13,8 +13,8 @@ from torchpisa import SISA
 from torchpisa.data import RoundSampler
 
 SEEDS, STEPS = 5, 2000
-# What torch.optim.AdamW has by `accuracy`, mean of these seeds, at lr 1e-2, the best of 1e-3 (97.04),
-# 3e-3 (97.20) and 1e-2; torch 2.13 on a CPU.
+# What torch.optim.AdamW has by `accuracy`, mean of these seeds, at lr 1e-2, the best of 1e-3
+# (97.04), 3e-3 (97.20) and 1e-2; torch 2.13 on a CPU.
 ADAMW = 97.68
 
 
