@@ -13,6 +13,9 @@ from torchpisa import SISA
 from torchpisa.data import RoundSampler
 
 SEEDS, STEPS = 5, 2000
+# What torch.optim.AdamW has by `accuracy`, mean of these seeds, at lr 1e-2, the best of 1e-3
+# (97.04), 3e-3 (97.20) and 1e-2; torch 2.13 on a CPU.
+ADAMW = 97.68
 
 
 def accuracy(task, make, seed):
@@ -30,15 +33,7 @@ def accuracy(task, make, seed):
 
 def test_sisa_on_digits_beside_adamw():
     task = digits_mlp(Path(), torch.device("cpu"))
-    adamw = max(
-        mean(
-            accuracy(task, lambda params, lr=lr: torch.optim.AdamW(params, lr=lr), seed)
-            for seed in range(SEEDS)
-        )
-        for lr in (1e-3, 3e-3, 1e-2)
-    )
-    sisa = mean(accuracy(task, SISA, seed) for seed in range(SEEDS))
-    assert sisa >= adamw - 0.5, (sisa, adamw)
+    assert mean(accuracy(task, SISA, seed) for seed in range(SEEDS)) >= ADAMW - 0.5
 
 
 @pytest.mark.parametrize("name", ["4 parts, sorted", "10 parts, one label each"])

@@ -37,7 +37,7 @@ def test_every_changes_the_multiples_of_k0():
     assert Every(0.9).k0 == 11
 
 
-@pytest.mark.parametrize("gamma", [0.5, 0.7, 0.9, 0.99])
+@pytest.mark.parametrize("gamma", [0.5, 0.9])  # 0.99 itself has k0 = 1
 def test_every_with_the_papers_k0_follows_the_slow_curve(gamma):
     """0.99^K = gamma^(K/k0), up to one change and the rounding of k0."""
     slow, fast = sigmas(0.99, 300), sigmas(Every(gamma), 300)

@@ -52,6 +52,21 @@ class Summary:
         return self.spread("last")
 
     @property
+    def samples_per_round(self) -> float:
+        """Gradients of single samples that all clients together take in a round."""
+        return statistics.fmean(run["samples"] / run["round"][-1] for run in self.runs)
+
+    def rounds_within(self, samples: float) -> int:
+        """The last round of a saved curve that costs at most so many sample gradients."""
+        run = max(self.runs, key=lambda run: len(run["round"]))
+        total, end = run["samples"], run["round"][-1]
+        return max(number for number in run["round"] if number * total <= samples * end)
+
+    def accuracy_at(self, number: int) -> Spread:
+        """Accuracy after a round, or after the last one saved before it."""
+        return Spread.of([latest(run, number) for run in self.runs])
+
+    @property
     def reached(self) -> list[int]:
         """Rounds that it took to the paper's accuracy of SISA, for the seeds that got there."""
         return [run["reached"] for run in self.runs if run["reached"] is not None]
@@ -59,13 +74,13 @@ class Summary:
     def curve(self) -> tuple[list[int], list[float]]:
         """Mean accuracy by round; a run that diverged early stays where it ended."""
         rounds = max((run["round"] for run in self.runs), key=len)
+        return rounds, [self.accuracy_at(number).mean for number in rounds]
 
-        def latest(run: dict[str, Any], number: int) -> float:
-            # Curves of unequal lengths were thinned to other rounds.
-            return run["accuracy"][max(0, bisect_right(run["round"], number) - 1)]
 
-        means = [statistics.fmean(latest(run, number) for run in self.runs) for number in rounds]
-        return rounds, means
+def latest(run: dict[str, Any], number: int) -> float:
+    """Accuracy in the last saved round that is not after `number`."""
+    # Curves of unequal lengths were thinned to other rounds.
+    return run["accuracy"][max(0, bisect_right(run["round"], number) - 1)]
 
 
 def cells(results: Results) -> dict[Cell, dict[str, Summary]]:

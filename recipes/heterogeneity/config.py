@@ -11,7 +11,7 @@ from recipes.grid import Value
 from recipes.heterogeneity.paper import BASELINES, TABLE
 
 __all__ = ["ALGORITHMS", "CHOICES", "CLIENTS", "DATASETS", "PRESETS"]
-__all__ += ["Choice", "Config", "Settings", "choice", "plan", "settings"]
+__all__ += ["Choice", "Config", "Settings", "choice", "plan", "settings", "tuning"]
 
 # The paper's in the order of its columns; FedSGD and MISA are ours.
 ALGORITHMS = {
@@ -86,16 +86,19 @@ def choice(dataset: str, labels: int, algorithm: str) -> Choice:
     return tuned().get((dataset, labels, algorithm), CHOICES[dataset][algorithm])
 
 
+def tuning() -> list[dict[str, Any]]:
+    """Every trial of tune.py and what it chose, a dictionary per cell and algorithm."""
+    return json.loads(TUNING.read_text(encoding="utf-8")) if TUNING.exists() else []
+
+
 @functools.cache
 def tuned() -> dict[tuple[str, int, str], Choice]:
     """What tune.py chose, for each cell of the table and algorithm."""
-    if not TUNING.exists():
-        return {}
     return {
         (entry["dataset"], entry["labels"], entry["algorithm"]): Choice(
             **{name: entry["chosen"][name] for name in ("options", "epochs", "batch_size")}
         )
-        for entry in json.loads(TUNING.read_text(encoding="utf-8"))
+        for entry in tuning()
     }
 
 

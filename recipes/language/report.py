@@ -73,6 +73,7 @@ def all_trials(results: Results) -> str:
         [name, describe(run["settings"]), halves(run), said(run)]
         for name, run in results["runs"].items()
     ]
+    lines += [[name, "", "", "not run"] for name in results.get("missing", [])]
     return markdown(["run", "settings", "half-way", "at the end"], lines)
 
 

@@ -101,7 +101,7 @@ def moved(iterates) -> bool:
 
 over_problems = pytest.mark.parametrize(
     "problem",
-    [Problem(m, gammas) for m in (1, 2, 4) for gammas in ("constant", "growing")],
+    [Problem(1, "growing"), Problem(2, "constant"), Problem(4, "growing")],
     ids=lambda p: f"m{p.m}-gamma{p.gamma.min():g}",
 )
 over_paths = pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])

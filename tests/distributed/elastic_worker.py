@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.problem import backward, here, network, together, weights
 from torchpisa import SISA
-from torchpisa.distributed import attach, checkpoint, latest, load, save
+from torchpisa.distributed import attach, latest, load, save
 
 STEPS = 12  # of two batches each, so that every second one ends a round
 EVERY = 3  # so that every second checkpoint is in the middle of a round
@@ -28,7 +28,7 @@ class Kill(NamedTuple):
     """When a rank kills itself.
 
     `moment` is "backward", after the backward pass of a step, "step", after the step, or the name
-    of a part of saving: "write_data", "finish" or "publish".
+    of a part of saving: "write_data" or "finish".
     """
 
     rank: int
@@ -73,10 +73,7 @@ def _die_in(kill: Kill | None, step: int, moment: str) -> None:
 def _prepare_to_die(kill: Kill | None, step: int) -> None:
     if kill is None or kill[:2] != (distributed.get_rank(), step):
         return
-    if kill.moment == "publish":
-        checkpoint._publish = _die
-    else:
-        setattr(dcp.FileSystemWriter, kill.moment, _die)
+    setattr(dcp.FileSystemWriter, kill.moment, _die)
 
 
 def _die(*_: Any, **__: Any) -> None:

@@ -38,15 +38,13 @@ from torchpisa.distributed import attach
 KILLS = {
     "process_group": [
         (Kill(1, 5, "step"), 3),  # both in the middle of a round
-        (Kill(0, 6, "finish"), 3),  # all ranks have written, nothing says so
         (Kill(1, 8, "backward"), 6),  # the others wait for it to end the round
     ],
     "attach": [
         (Kill(0, 4, "backward"), 3),  # what it contributes is on its way
         (Kill(1, 9, "write_data"), 6),  # others have written
-        (Kill(0, 9, "publish"), 6),  # complete, but not in its place
     ],
-}
+}  # test_checkpoint.py has those in the other parts of saving
 
 
 @pytest.mark.parametrize("route", KILLS)

@@ -55,32 +55,44 @@ def trained(make: Any, steps: int, dtype: torch.dtype = torch.float64, **more: A
     return whole(model)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("make", [SISA, NSISA])
-def test_hsdp_equals_one_process(make: Any, dtype: torch.dtype) -> None:
-    results = run(trained, 4, make, 50, dtype)
-    assert identical(results)
-    assert difference(results, alone(make, 2, 50, dtype)) <= TOLERANCE[dtype]
+WAYS: list[tuple[Any, dict[str, Any]]] = [
+    (SISA, {}),
+    (SISA, {"dtype": torch.float32}),
+    (SISA, {"clip": 0.7}),
+    (SISA, {"foreach": False}),
+    (SISA, {"initial_consensus": True, "scheme": "adagrad"}),
+    (NSISA, {}),
+    (NSISA, {"dtype": torch.float32}),
+    (NSISA, {"clip": 0.7}),
+    (NSISA, {"foreach": False}),
+    (NSISA, {"nesterov": True, "aspect_scaling": True}),
+    (spectral, {"clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
+    (spectral, {"foreach": False}),
+    (spectral, {"local": True, "clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
+    (spectral, {"local": True, "foreach": False}),
+]
 
 
+def trained_in_all_ways() -> list[Any]:
+    return [trained(make, 10, **more) for make, more in WAYS]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[list[Any]]:
+    """Weights by rank and way, all in one start of the processes."""
+    return run(trained_in_all_ways, 4)
+
+
+@pytest.mark.xdist_group("hsdp")
 @pytest.mark.parametrize(
-    ("make", "more"),
-    [
-        (SISA, {"clip": 0.7}),
-        (SISA, {"foreach": False}),
-        (SISA, {"initial_consensus": True, "scheme": "adagrad"}),
-        (NSISA, {"clip": 0.7}),
-        (NSISA, {"foreach": False}),
-        (NSISA, {"nesterov": True, "aspect_scaling": True}),
-        (spectral, {"clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
-        (spectral, {"foreach": False}),
-        (spectral, {"local": True, "clip": 0.7, "aspect_scaling": True, "eta": 0.5}),
-        (spectral, {"local": True, "foreach": False}),
-    ],
-    ids=str,
+    "number", range(len(WAYS)), ids=[f"{make.__name__}-{more}" for make, more in WAYS]
 )
-def test_hsdp_with(make: Any, more: dict[str, Any]) -> None:
-    assert difference(run(trained, 4, make, 10, **more), alone(make, 2, 10, **more)) <= 1e-10
+def test_hsdp_equals_one_process(results: list[list[Any]], number: int) -> None:
+    make, more = WAYS[number]
+    found = [of_rank[number] for of_rank in results]
+    assert identical(found)
+    tolerance = TOLERANCE[more.get("dtype", torch.float64)]
+    assert difference(found, alone(make, 2, 10, **more)) <= tolerance
 
 
 # One replica: no process group, several batches in turn
@@ -269,24 +281,36 @@ def refused(case: str) -> str:
             shard(model, grid, mesh=grid)
         else:
             raise AssertionError(case)
-        told = "accepted"
     except (ValueError, TypeError) as error:
-        told = f"{type(error).__name__}: {error}"
-    # A rank that is through must not leave while others are still making their groups.
-    torch.distributed.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+REFUSED = [
+    ("both dimensions", r"over which fully_shard averages .* Use torchpisa.distributed.shard"),
+    ("shards", r"process_group must not have two ranks that hold shards of one replica"),
+    ("two dimensions", r"mesh of one dimension, got one of 2: .*mesh\['replicate'\]"),
+    ("one dimension", r"mesh must be a DeviceMesh of two named dimensions, replicas and shar"),
+    ("twice", r"got multiple values for"),
+]
+
+
+def all_refused(cases: list[str]) -> dict[str, str]:
+    told = {}
+    for case in cases:
+        told[case] = refused(case)
+        distributed.barrier()
     return told
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("both dimensions", r"over which fully_shard averages .* Use torchpisa.distributed.shard"),
-        ("shards", r"process_group must not have two ranks that hold shards of one replica"),
-        ("two dimensions", r"mesh of one dimension, got one of 2: .*mesh\['replicate'\]"),
-        ("one dimension", r"mesh must be a DeviceMesh of two named dimensions, replicas and shar"),
-        ("twice", r"got multiple values for"),
-    ],
-)
-def test_bad_input_is_refused(case: str, message: str) -> None:
-    for told in run(refused, 4, case):
-        assert re.search(message, told), told
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, str]]:
+    """What each rank was told, case by case: all of them in one start of the processes."""
+    return run(all_refused, 4, [case for case, _ in REFUSED])
+
+
+@pytest.mark.xdist_group("refused")
+@pytest.mark.parametrize(("case", "message"), REFUSED)
+def test_bad_input_is_refused(answers: list[dict[str, str]], case: str, message: str) -> None:
+    for told in answers:
+        assert re.search(message, told[case]), told[case]

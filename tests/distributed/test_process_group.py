@@ -47,33 +47,50 @@ def trained(make: Any, steps: int, dtype: torch.dtype, per_rank: int = 1, **more
     return weights(model)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("make", [SISA, NSISA])
-def test_equals_one_process(make: Any, ranks: int, dtype: torch.dtype) -> None:
-    results = run(trained, ranks, make, 50, dtype)
-    assert identical(results)
-    assert difference(results, alone(make, ranks, 50, dtype)) <= TOLERANCE[dtype]
-
-
 @pytest.mark.parametrize(
-    "more",
+    ("make", "ranks", "dtype"),
     [
-        {"clip": 0.7},
-        {"foreach": False},
-        {"fused": False, "foreach": True},
-        {"initial_consensus": True},
-        {"scheme": "adagrad", "eta": 2.0},
-        {"lr": 0.0},
-        {"nonfinite": "ignore", "maximize": True, "sigma": 50.0},
+        (SISA, 4, torch.float64),
+        (NSISA, 4, torch.float64),
+        (SISA, 2, torch.float32),
+        (NSISA, 2, torch.float32),
     ],
-    ids=str,
 )
-def test_equals_one_process_with(more: dict[str, Any]) -> None:
+def test_equals_one_process(make: Any, ranks: int, dtype: torch.dtype) -> None:
+    results = run(trained, ranks, make, 20, dtype)
+    assert identical(results)
+    assert difference(results, alone(make, ranks, 20, dtype)) <= TOLERANCE[dtype]
+
+
+WAYS: list[dict[str, Any]] = [
+    {"clip": 0.7},
+    {"foreach": False},
+    {"fused": False, "foreach": True},
+    {"initial_consensus": True},
+    {"scheme": "adagrad", "eta": 2.0},
+    {"lr": 0.0},
+    {"nonfinite": "ignore", "maximize": True, "sigma": 50.0},
+]
+
+
+def trained_in_all_ways() -> list[Any]:
+    return [trained(SISA, 10, torch.float64, **more) for more in WAYS]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[list[Any]]:
+    """Weights by rank and way, all in one start of the processes."""
+    return run(trained_in_all_ways, 2)
+
+
+@pytest.mark.xdist_group("process group")
+@pytest.mark.parametrize("number", range(len(WAYS)), ids=lambda number: str(WAYS[number]))
+def test_equals_one_process_with(results: list[list[Any]], number: int) -> None:
+    more = WAYS[number]
     expected = alone(SISA, 2, 10, **more)
     if more.get("lr") != 0:
         assert difference([weights(network())], expected) > 1e-3
-    assert difference(run(trained, 2, SISA, 10, torch.float64, **more), expected) <= 1e-12
+    assert difference([of_rank[number] for of_rank in results], expected) <= 1e-12
 
 
 @pytest.mark.parametrize("make", [SISA, NSISA, spectral])
@@ -414,26 +431,41 @@ def refused(case: str) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("shapes", r"parameters must have the same shapes .* shape \(2,\), .* shape \(3,\)"),
-        ("number", r"the number of parameters must be the same on all ranks .* got 6 .* and 5"),
-        ("weights", r"weights given or not given, on all ranks .*\(1, None\), \(1, \[1\.0\]\)"),
-        ("batches", r"batches must be the same.*\(1, None\), \(2, None\)"),
-        ("group", r"process_group must be a torch.distributed process group .* got 'world'"),
-        ("capturable", r"capturable must be False with a process_group, got True"),
-        ("stochastic_rounding", r"stochastic_rounding must be False with a process_group"),
-        ("reduce_dtype", r"reduce_dtype must be None or a real floating dtype, got torch.int32"),
-        ("copy", r"TypeError: an optimizer with a process_group cannot be copied or pickled"),
-        ("pickle", r"TypeError: an optimizer with a process_group cannot be copied or pickled"),
-        ("state", r"state_dict must be that of one of 2 ranks, got one of 1: use torchpisa.dist"),
-        ("plain DDP", r"averages them: call torchpisa.distributed.attach\(optimizer, model\)"),
-    ],
-)
-def test_bad_input_is_refused(case: str, message: str) -> None:
-    for told in run(refused, 2, case):
-        assert re.search(message, told), told
+REFUSED = [
+    ("shapes", r"parameters must have the same shapes .* shape \(2,\), .* shape \(3,\)"),
+    ("number", r"the number of parameters must be the same on all ranks .* got 6 .* and 5"),
+    ("weights", r"weights given or not given, on all ranks .*\(1, None\), \(1, \[1\.0\]\)"),
+    ("batches", r"batches must be the same.*\(1, None\), \(2, None\)"),
+    ("group", r"process_group must be a torch.distributed process group .* got 'world'"),
+    ("capturable", r"capturable must be False with a process_group, got True"),
+    ("stochastic_rounding", r"stochastic_rounding must be False with a process_group"),
+    ("reduce_dtype", r"reduce_dtype must be None or a real floating dtype, got torch.int32"),
+    ("copy", r"TypeError: an optimizer with a process_group cannot be copied or pickled"),
+    ("pickle", r"TypeError: an optimizer with a process_group cannot be copied or pickled"),
+    ("state", r"state_dict must be that of one of 2 ranks, got one of 1: use torchpisa.dist"),
+    ("plain DDP", r"averages them: call torchpisa.distributed.attach\(optimizer, model\)"),
+]
+
+
+def all_refused(cases: list[str]) -> dict[str, str]:
+    told = {}
+    for case in cases:
+        told[case] = refused(case)
+        distributed.barrier()
+    return told
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, str]]:
+    """What each rank was told, case by case: all of them in one start of the processes."""
+    return run(all_refused, 2, [case for case, _ in REFUSED])
+
+
+@pytest.mark.xdist_group("refused")
+@pytest.mark.parametrize(("case", "message"), REFUSED)
+def test_bad_input_is_refused(answers: list[dict[str, str]], case: str, message: str) -> None:
+    for told in answers:
+        assert re.search(message, told[case]), told[case]
 
 
 def with_defaults() -> tuple[list[float], list[float], float]:

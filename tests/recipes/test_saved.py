@@ -9,6 +9,7 @@ import pytest
 from recipes import heterogeneity, language
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
+from recipes.heterogeneity.report import overview
 from recipes.recipe import Recipe, Results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -42,6 +43,19 @@ def test_page_is_the_report_of_the_results(name: str, recipe: Recipe) -> None:
     assert recipe.report is not None
     page = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
     assert page == recipe.report(saved(name))
+
+
+def test_readme_shows_the_results() -> None:
+    table = overview(saved("heterogeneity"), ["mnist", "fashion_mnist", "cifar10"])
+    assert table in (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("heterogeneity", heterogeneity.RECIPE), ("language", language.RECIPE)]
+)
+def test_saved_statements_follow_from_the_results(name: str, recipe: Recipe) -> None:
+    results = saved(name)
+    assert results["checks"] == [dataclasses.asdict(check) for check in recipe.check(results)]
 
 
 def test_chosen_settings_follow_from_the_trials() -> None:

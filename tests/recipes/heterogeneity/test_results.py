@@ -1,15 +1,17 @@
 """From logs to statements, tables and the picture, on results that are made up."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from recipes.heterogeneity import RECIPE
+from recipes.heterogeneity import RECIPE, config
 from recipes.heterogeneity.cells import Spread, Summary, cells
 from recipes.heterogeneity.config import PRESETS, Settings, plan
 from recipes.heterogeneity.paper import BASELINES, TABLE, target
+from recipes.heterogeneity.report import at_equal_samples, report
 from recipes.heterogeneity.run import condense
 from recipes.recipe import Check, Results
 from tests.recipes.heterogeneity.synthetic import log, results
@@ -60,8 +62,6 @@ def test_curve_is_thinned_and_keeps_its_end(count: int) -> None:
 
 
 def test_saved_results_are_small() -> None:
-    import json
-
     whole = results(PAPER, lambda s: [50.1234 + i / 1000 for i in range(501)])
     assert len(json.dumps(whole)) < 1_000_000
 
@@ -116,7 +116,8 @@ def set_all(done: Results, cell: str, algorithm: str, **values: float | None) ->
         (lambda d: set_all(d, "cifar10_2label", "sisa", best=30.5), ["SISA reaches 30.53 %"]),
         (lambda d: set_all(d, "mnist_2label", "scaffold", best=99.0), ["SISA is above"]),
         (lambda d: set_all(d, "adult_1label", "fedprox", best=78.0), ["baselines reach"]),
-        (lambda d: set_all(d, "adult_1label", "misa", best=80.0), ["MISA is above"]),
+        (lambda d: set_all(d, "adult_1label", "misa", last=80.0), ["last round MISA is above"]),
+        (lambda d: set_all(d, "adult_1label", "misa", best=0.0), []),  # ours: the last round only
         (lambda d: set_all(d, "mnist_1label", "sisa", last=97.4), ["in the last round"]),
         (lambda d: set_all(d, "mnist_1label", "sisa", reached=151), ["within 150 rounds"]),
         (lambda d: d["runs"]["mnist_1label_sisa_seed2"].update(reached=None), ["within 150"]),
@@ -131,7 +132,7 @@ def test_checks_notice(done: Results, spoil: Callable[[Results], None], words: l
 
 
 def test_fedsgd_is_compared_by_the_reader_only(done: Results) -> None:
-    set_all(done, "mnist_1label", "fedsgd", best=99.9)
+    set_all(done, "mnist_1label", "fedsgd", last=99.9)
     assert all(check.holds for check in RECIPE.check(done))
     assert RECIPE.report is not None
     assert "**99.90 ± 0.00**" in RECIPE.report(done)
@@ -160,16 +161,46 @@ def test_papers_table() -> None:
 def test_report_shows_ours_beside_the_papers(done: Results) -> None:
     assert RECIPE.report is not None
     text = RECIPE.report(done)
-    best, last, rounds = (part for part in text.split("\n\n") if part.startswith("| data | labels"))
-    row = best.splitlines()[2]
-    assert row.startswith("| MNIST | 1 | 54.79 ± 0.10 (53.19) | 55.93 ± 0.10 (54.33) |")
-    assert row.endswith("| 98.50 ± 0.00 (94.97) | **99.50 ± 0.00** |")
-    assert "| 98.00 ± 0.00 |" in last.splitlines()[2]
-    assert rounds.splitlines()[2].split(" | ")[2:] == ["never"] * 5 + ["50", "50 |"]
+    tables = [part for part in text.split("\n\n") if part.startswith("| data | labels")]
+    last, best, samples, equal, trials, rounds = (table.splitlines()[2] for table in tables)
+    assert best.startswith("| MNIST | 1 | 54.79 ± 0.10 (53.19) | 55.93 ± 0.10 (54.33) |")
+    assert best.endswith("| 98.50 ± 0.00 (94.97) | 99.50 ± 0.00 |")
+    assert last.endswith("| 98.00 ± 0.00 | **99.00 ± 0.00** |")  # not the best round's half point
+    assert samples.split(" | ")[2:] == ["0"] * 6 + ["0 |"]  # 10 samples in 50 rounds
+    assert equal.split(" | ")[2] == "54.29 ± 0.10 (500)"
+    assert trials.split(" | ")[2:] == ["3", "3", "3", "9", "4", "99", "6 |"]
+    assert rounds.split(" | ")[2:] == ["never"] * 5 + ["50", "50 |"]
     assert "mean ± standard deviation of 3 seeds" in text
     assert "| MNIST | SISA | sigma" in text
     assert "abacus" in text
     assert "165 runs, 165 minutes if added up" in text
+
+
+def test_equal_sample_gradients_end_earlier_for_those_who_take_more(done: Results) -> None:
+    for name, run in done["runs"].items():
+        if "_sisa_" in name:
+            run["samples"] *= 2  # so that half of the rounds cost what FedAvg's 200 cost
+    row = cells(done)["cifar10", 1]
+    assert at_equal_samples(row, row["fedavg"]).endswith("(500)")
+    assert at_equal_samples(row, row["fedavg"]).startswith(str(row["fedavg"].last))
+    assert row["sisa"].samples_per_round == 2 * row["fedavg"].samples_per_round
+    assert row["sisa"].rounds_within(40) == 100
+    done["runs"]["cifar10_1label_sisa_seed0"]["accuracy"][2] += 3
+    assert at_equal_samples(row, row["sisa"]) == f"{30.16 + 1 + 0.1 + 1:.2f} ± 1.65 (100)"
+
+
+def test_report_says_what_was_not_tried(
+    done: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No trial of FedAvg, FedProx, FedNova, Scaffold varied the server's" in report(done)
+    path = tmp_path / "tuning.json"
+    monkeypatch.setattr(config, "TUNING", path)
+    assert "**Trials**" not in report(done)
+    tried = {"options": {"server_lr": 3.0}, "settings": {"seed": 0}}
+    cell = {"dataset": "mnist", "labels": 1, "algorithm": "scaffold", "count": 1}
+    path.write_text(json.dumps([{**cell, "trials": [tried]}]), encoding="utf-8")
+    text = report(done)
+    assert "1 of 1 of them had one seed. No trial of FedAvg, FedProx, FedNova varied" in text
 
 
 def test_rounds_count_the_seeds_that_got_there(done: Results) -> None:
@@ -185,6 +216,8 @@ def test_failed_statement_is_in_the_report(done: Results) -> None:
 
 
 def test_picture(done: Results, tmp_path: Path) -> None:
+    shown = ("mnist_1label", "cifar10_3label", "adult_1label")
+    done["runs"] = {name: run for name, run in done["runs"].items() if name.startswith(shown)}
     path = tmp_path / "curves.svg"
     RECIPE.draw(done, path)
     text = path.read_text(encoding="utf-8")

@@ -125,7 +125,7 @@ def test_fedsgd_costs_what_sisa_costs() -> None:
          .items() if name not in ("accuracy", "loss")}
         for name in ("sisa", "misa", "fedsgd")
     ]  # fmt: skip
-    assert costs[0] == costs[1]
+    assert costs[0] == costs[1] == costs[2]
 
 
 def test_run_repeats() -> None:
@@ -165,14 +165,15 @@ def test_clients_hold_as_many_labels_as_said() -> None:
 
 
 def test_command_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small = dataclasses.replace(PRESETS["quick"], rounds=6, every=3)
+    some = {"algorithms": ("fedavg", "sisa"), "extra": (("digits", 1, "misa"),)}
+    small = dataclasses.replace(PRESETS["quick"], rounds=6, every=3, **some)
     recipe = dataclasses.replace(RECIPE, presets={"quick": small})
     monkeypatch.setitem(command.RECIPES, "heterogeneity", recipe)
     arguments = ["heterogeneity", "--out", str(tmp_path), "--device", "cpu"]
     with pytest.raises(SystemExit, match="statements do not hold"):  # after so few rounds
         command.main(arguments)
     saved = json.loads((tmp_path / "heterogeneity.json").read_text(encoding="utf-8"))
-    assert len(saved["runs"]) == 14
+    assert len(saved["runs"]) == 5
     assert saved["missing"] == []
     assert "| digits | 1 |" in (tmp_path / "heterogeneity.md").read_text(encoding="utf-8")
     assert "digits, 2 labels" in (tmp_path / "heterogeneity.svg").read_text(encoding="utf-8")

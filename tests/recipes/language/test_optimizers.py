@@ -41,8 +41,14 @@ CHOICES = [choose(name) for name in NAMES]
 CHOICES += [choose(name, rest="sisa") for name in ("nsisa", "misa")]
 
 
-@pytest.mark.parametrize("batches", [1, 4])
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: f"{choice.name}-{choice.rest}")
+@pytest.mark.parametrize(
+    ("choice", "batches"),
+    [
+        *((choice, 1) for choice in CHOICES),
+        *((choose(name), 4) for name in ("adamw", "sisa", "nsisa")),  # all kinds of teams
+    ],
+    ids=lambda value: f"{value.name}-{value.rest}" if isinstance(value, Choice) else str(value),
+)
 def test_every_optimizer_lowers_the_loss(choice: Choice, batches: int) -> None:
     net = model()
     team = build_team(available(choice), net, batches)

@@ -155,6 +155,7 @@ def test_report_without_muon_and_with_a_divergence(tmp_path: Path) -> None:
     text = RECIPE.report(partial) if RECIPE.report else ""
     assert "**diverged** | -" in text
     assert f"{len(kept)} of {len(kept) + 1} runs" in text
+    assert "| muon_lr0.02_m1_seed0 |  |  | not run |" in text
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     RECIPE.draw(partial, tmp_path / "a.svg")
 
