@@ -39,16 +39,8 @@ class PISAOptimizerFactory(OptimizerFactory):
         **arguments: those of the optimizer, but for the parameters.
 
     Raises:
-        TypeError: the optimizer is not callable, or does not take one of the arguments.
-        ValueError: the optimizer refuses the value of an argument.
-
-    Examples:
-        >>> from torchpisa import SISA
-        >>> from torchpisa.integrations.tianshou import PISAOptimizerFactory
-        >>> factory = PISAOptimizerFactory(SISA, sigma=5.0, rho=2e4, batches=4)
-        >>> optimizer, scheduler = factory.create_instances(torch.nn.Linear(3, 1))
-        >>> type(optimizer).__name__, scheduler
-        ('SISA', None)
+        TypeError: the optimizer is not a class or function.
+        ValueError: the optimizer refuses an argument.
     """
 
     def __init__(
