@@ -120,7 +120,7 @@ class Config:
 PRESETS = {
     "quick": Config(
         *(("double_pendulum",), "ppo"),
-        **{"epochs": 4, "epoch_steps": 4096, "episodes": 5, "seeds": 1},
+        **{"epochs": 6, "epoch_steps": 2048, "episodes": 5, "seeds": 1},
     ),
     "paper": Config(),
 }

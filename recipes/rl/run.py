@@ -2,8 +2,8 @@
 
 import dataclasses
 import importlib.util
-import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from recipes.recipe import Line
 from recipes.rl.config import Config, Settings
 
-__all__ = ["PACKAGES", "Training", "lacks", "run"]
+__all__ = ["PACKAGES", "Training", "lacks", "load", "run"]
 
 SAVE_EVERY = 30.0  # seconds: what an interruption may cost
 PACKAGES = ("gymnasium", "mujoco", "tianshou")
@@ -54,8 +54,9 @@ class Training:
     """
 
     def __init__(self, settings: Settings) -> None:
-        # Compiling Tianshou's loops takes longer than they do; the numbers are the same.
-        os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+        if "numba" not in sys.modules:
+            # Compiling Tianshou's loops takes longer than they do; the numbers are the same.
+            os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
         from recipes.rl.agent import Agent
 
         torch.set_num_threads(1)  # networks this small are slower on more
@@ -112,18 +113,16 @@ class Training:
         """Save everything; an interruption leaves the file as it was."""
         own = {name: getattr(self, name) for name in OWN}
         partial = file.with_suffix(".partial")
-        torch.save(
-            {"settings": dataclasses.asdict(self.settings), "agent": self.agent.state(), **own},
-            partial,
-        )
+        torch.save({"settings": self.settings, "agent": self.agent.state(), **own}, partial)
         os.replace(partial, file)
 
     def resume(self, file: Path) -> None:
-        """Load a checkpoint, if there is one of the same settings. It is unpickled: trust it."""
+        """Load a checkpoint, if there is one of the same settings that went no further."""
         if not file.is_file():
             return
-        state = torch.load(file, weights_only=False)
-        if key(state["settings"]) != key(dataclasses.asdict(self.settings)):
+        state, own = load(file), self.settings
+        same = dataclasses.replace(state["settings"], epochs=own.epochs) == own
+        if not same or state["collects"] > own.epochs * own.collects:
             return
         self.agent.load(state["agent"])
         for name in OWN:
@@ -133,15 +132,16 @@ class Training:
 OWN = ("collects", "steps", "elapsed", "returns", "lines")
 
 
-def key(settings: dict[str, Any]) -> str:
-    """What a checkpoint must be of. How far to go is not part of it: a run can be prolonged."""
-    return json.dumps({**settings, "epochs": None}, sort_keys=True)
+def load(file: Path) -> dict[str, Any]:
+    """What `Training.save` saved. It is unpickled: load only files that you trust."""
+    state: dict[str, Any] = torch.load(file, weights_only=False)
+    return state
 
 
 # Before the runs
 
 
-def lacks(settings: Settings) -> str | None:
+def lacks(settings: Settings | None = None) -> str | None:
     """Why this machine cannot do a run, or None."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if not missing:

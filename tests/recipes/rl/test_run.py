@@ -23,6 +23,7 @@ from recipes.rl.config import OPTIMIZERS, PRESETS, Settings, settings
 from recipes.rl.run import Training, run
 
 CONFIG = PRESETS["paper"]
+pytestmark = pytest.mark.xdist_group("rl")  # one process compiles Tianshou's loops for all
 
 
 @pytest.fixture(autouse=True)
