@@ -25,6 +25,7 @@ from recipes.heterogeneity import RECIPE as HETEROGENEITY
 from recipes.language import RECIPE as LANGUAGE
 from recipes.least_squares import RECIPE as LEAST_SQUARES
 from recipes.recipe import Recipe, Results
+from recipes.rl import RECIPE as RL
 from recipes.rnn import RECIPE as RNN
 from recipes.vision import RECIPE as VISION
 from recipes.work import Runs, compact, say
@@ -38,6 +39,7 @@ RECIPES = {
     "vision": VISION,
     "gan": GAN,
     "rnn": RNN,
+    "rl": RL,
 }
 
 
@@ -70,6 +72,7 @@ def carry_out(
     runs = Runs(
         *(recipe.run, config, recipe.plan(config), folder, dict(options or {}), depends, jobs),
         *(recipe.length, deadline, folder.parent / "tensorboard" if board else None),
+        *(recipe.packages,),
     )
     chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
     for name in list(chosen):
@@ -178,6 +181,7 @@ def arguments(name: str, recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="do runs so named only"
     )
+    recipe.arguments(parser)
     add_resources(parser, recipe.takes)
     parser.add_argument(
         "--time-limit",
@@ -217,6 +221,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = recipe.presets[args.preset]
     if args.seed is not None:
         config = dataclasses.replace(config, seed=args.seed)
+    try:
+        config = recipe.configure(config, args)
+    except ValueError as wrong:
+        parser.error(str(wrong))
     plan, folder = recipe.plan(config), args.out or Path("runs") / args.preset
     for pattern in args.only:
         if not any(fnmatch(run, pattern) for run in plan):

@@ -1,6 +1,7 @@
 """What every recipe provides."""
 
 import dataclasses
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,9 @@ class Recipe:
         partial: whether checks, picture and report can do with a part of the runs.
         length: lines that a run logs, from its settings, for an estimate of the time that is left;
             None where nobody knows.
+        packages: whose versions the results depend on, besides torch and torchpisa.
+        arguments: adds options of the recipe's own to its command.
+        configure: returns a preset with these options, from the command's arguments, in place.
     """
 
     title: str
@@ -66,6 +70,9 @@ class Recipe:
     report: Callable[[Results], str] | None = None
     partial: bool = False
     length: Callable[[Any], int] | None = None
+    packages: tuple[str, ...] = ()
+    arguments: Callable[[ArgumentParser], None] = lambda parser: None
+    configure: Callable[[Any, Namespace], Any] = lambda config, args: config
 
 
 def table(checks: list[Check], stated: str = "the paper") -> str:

@@ -26,6 +26,7 @@ class Row:
         rounds: n, of an epoch.
         samples: of a batch in a round, |D_ij|.
         beta: of the second moment.
+        warm_down: whether gamma is 1 - 1/(E - floor(l/n)); `gamma` is None then.
     """
 
     sigma: float
@@ -38,6 +39,7 @@ class Row:
     rounds: int
     samples: int
     beta: float = 0.999
+    warm_down: bool = False
 
     def options(self) -> dict[str, Any]:
         """Arguments of SISA, with gamma in epochs."""
@@ -55,6 +57,10 @@ ROWS = {
     "cifar10/resnet34": Row(0.1, 5e3, (0.80, 15), 5e-5, 0.0, 200, 4, 390, 32),
     "cifar10/vgg11": Row(4.5, 3e4, (0.90, 10), 2.5e-4, 4e-4, 200, 4, 390, 32, beta=0.995),
     "cifar10/densenet121": Row(0.8, 2e3, (0.25, 50), 5e-4, 5e-5, 200, 4, 390, 64),
+    "rl/ant": Row(5.0, 2e4, None, 0.0, 0.0, 100, 4, 112, 64, warm_down=True),
+    "rl/humanoid": Row(0.1, 1e5, None, 0.0, 0.0, 100, 4, 112, 64, warm_down=True),
+    "rl/half_cheetah": Row(0.5, 2e2, None, 0.0, 0.0, 100, 4, 117, 64, warm_down=True),
+    "rl/double_pendulum": Row(0.5, 2e2, None, 0.0, 0.0, 100, 4, 117, 64, warm_down=True),
     "gan/wgan": Row(0.1, 1e3, None, 0.0, 5e-5, 100, 4, 937, 16),
     "gan/wgan_gp": Row(5e-5, 2e2, None, 0.0, 1e-4, 100, 2, 937, 32),
     "rnn/1": Row(0.04, 4e2, None, 1.2e-6, 0.0, 200, 4, 663, 5),

@@ -39,6 +39,7 @@ class Runs:
         deadline: in `time.time()`'s seconds. A run that is not done then stops at its next line,
             without an end in its log, and none is started after it. None for no limit.
         board: folder for TensorBoard's files, a folder in it per run; None for none.
+        packages: whose versions to log, besides torch and torchpisa.
     """
 
     run: Callable[..., Iterator[Line]]
@@ -51,6 +52,7 @@ class Runs:
     length: Callable[[Any], int] | None = None
     deadline: float | None = None
     board: Path | None = None
+    packages: tuple[str, ...] = ()
 
     def key(self, name: str) -> dict[str, Any]:
         """Through JSON, so that it compares equal to what a log holds."""
@@ -124,7 +126,7 @@ class Runs:
             return
         header = {
             **self.key(name),
-            "versions": environment.versions(),
+            "versions": environment.versions(*self.packages),
             "hardware": environment.hardware(self.options.get("device", "cpu")),
         }
         lines = self.run(self.config, self.plan[name], **self.options)

@@ -30,11 +30,16 @@ MAY_IMPORT = {
     "tuning": {"checks", "diagnostics", "optim"},
     "theory": {"algorithms", "preconditioners", "optim", "checks"},
     "federated": {"algorithms", "preconditioners", "penalty", "data", "checks"},
+    "integrations": {"optim"},
     "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
 }
 INTERNAL = {"checks", "kernels"}  # no part of the public interface
 # Folders that need optional packages: they may import them, and are imported only when needed.
-NEEDS = {"kernels/triton": {"triton"}, "federated/flower": {"flwr", "httpx", "numpy"}}
+NEEDS = {
+    "kernels/triton": {"triton"},
+    "federated/flower": {"flwr", "httpx", "numpy"},
+    "integrations": {"tianshou"},
+}
 
 Member = griffe.Object | griffe.Alias
 

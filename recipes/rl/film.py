@@ -1,0 +1,125 @@
+"""Film a trained agent: `python -m recipes.rl.film CHECKPOINT.pt --out strip.png` (or .gif).
+
+Takes a checkpoint of the recipe and plays an episode with the most likely actions. MuJoCo has to
+find a renderer: without a screen, MUJOCO_GL=egl or MUJOCO_GL=osmesa says which.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.rl.run import lacks, load
+
+__all__ = ["main", "picture", "play", "stage"]
+
+
+def stage(environment: str, size: int) -> Any:
+    """Return an environment that can be filmed.
+
+    Args:
+        environment: its id in gymnasium.
+        size: width and height of a frame in pixels.
+
+    Raises:
+        RuntimeError: MuJoCo found no renderer.
+    """
+    from recipes.rl.agent import make
+
+    made = make(environment, render_mode="rgb_array", width=size, height=size)
+    made.reset()
+    try:
+        made.render()
+    except Exception as error:  # OpenGL's libraries raise all kinds
+        raise RuntimeError(
+            f"MuJoCo found no renderer ({error!r}); without a screen, set MUJOCO_GL to egl or "
+            "osmesa and install its library"
+        ) from error
+    return made
+
+
+def play(state: dict[str, Any], environment: Any, every: int, seed: int) -> tuple[list[Any], float]:
+    """Play an episode of a checkpoint.
+
+    Args:
+        state: what `recipes.rl.run.load` returned.
+        environment: from `stage`.
+        every: steps from one frame to the next.
+        seed: of the episode.
+
+    Returns:
+        the frames, as arrays, and the reward of the episode.
+    """
+    from recipes.rl.agent import Agent
+
+    agent = Agent(state["settings"])
+    agent.load(state["agent"])
+    agent.policy.deterministic_eval = True
+    statistics = agent.environments.get_obs_rms()
+    observation, _ = environment.reset(seed=seed)
+    frames, total, steps, over = [], 0.0, 0, False
+    while not over:
+        if steps % every == 0:
+            frames.append(environment.render())
+        action = agent.policy.compute_action(statistics.norm(observation))
+        observation, reward, terminated, truncated, _ = environment.step(np.atleast_1d(action))
+        total, steps, over = total + float(reward), steps + 1, terminated or truncated
+    return frames, total
+
+
+def picture(frames: Sequence[Any], path: Path, count: int, pause: float) -> None:
+    """Write a strip of `count` frames, or all of them as an animation if the file is a .gif.
+
+    Args:
+        frames: as `play` returned them.
+        path: of the picture.
+        count: frames of a strip, evenly spread over the episode.
+        pause: seconds between frames of an animation.
+    """
+    from PIL import Image
+
+    if path.suffix == ".gif":
+        first, *others = (Image.fromarray(frame) for frame in frames)
+        options = {"append_images": others, "duration": round(1000 * pause), "loop": 0}
+        first.save(path, save_all=True, **options)
+        return
+    chosen = np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)
+    Image.fromarray(np.concatenate([frames[at] for at in chosen], axis=1)).save(path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m recipes.rl.film", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="a file from the folder of --checkpoints")
+    parser.add_argument("--out", type=Path, help="a .png or a .gif; default: CHECKPOINT.png")
+    parser.add_argument("--frames", type=int, default=8, help="of a strip; default %(default)s")
+    parser.add_argument("--every", type=int, default=5, help="steps per frame; default %(default)s")
+    parser.add_argument("--size", type=int, default=160, help="in pixels; default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the episode; default %(default)s")
+    args = parser.parse_args(argv)
+    for name in ("frames", "every", "size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be >= 1, got {getattr(args, name)}")
+    if not args.checkpoint.is_file():
+        parser.error(f"CHECKPOINT must be a file that the recipe wrote, got {args.checkpoint}")
+    reason = lacks()
+    if reason is not None:
+        sys.exit(reason)
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+    state = load(args.checkpoint)
+    try:
+        environment = stage(state["settings"].environment, args.size)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    frames, reward = play(state, environment, args.every, args.seed)
+    path = args.out or args.checkpoint.with_suffix(".png")
+    picture(frames, path, args.frames, args.every * environment.unwrapped.dt)
+    print(f"{path}  reward {reward:.0f}")
+
+
+if __name__ == "__main__":
+    main()
