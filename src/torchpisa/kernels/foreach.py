@@ -32,7 +32,7 @@ from torchpisa.preconditioners import (
 )
 from torchpisa.preconditioners.spectral import as_matrix
 
-__all__ = ["consensus", "knows", "local_step", "residual_norm", "supports"]
+__all__ = ["consensus", "knows", "leave_out_nonfinite", "local_step", "residual_norm", "supports"]
 
 Tensors = list[Tensor]
 
@@ -285,7 +285,9 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
     else:
         grads = _as([real(member.grad) for member in members if member.grad is not None], dtype)
         if job.flags is not None:
-            grads = _finite(job, members, grads)
+            pairs = zip(job.members, job.flags, strict=True)
+            flags = {id(member.param): flag for member, flag in pairs}
+            grads = leave_out_nonfinite(grads, [flags[id(member.param)] for member in members])
         if job.grad_scale is not None:
             grads = list(torch._foreach_div(grads, job.grad_scale.to(grads[0].device)))
     if job.maximize:
@@ -295,17 +297,14 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
     return grads
 
 
-def _finite(job: LocalJob, members: list[Member], grads: Tensors) -> Tensors:
-    """Copies of gradients, with zeros for those that are not finite, whose flags are raised.
+def leave_out_nonfinite(grads: Tensors, flags: Sequence[Tensor]) -> Tensors:
+    """Return copies of gradients, with zeros for those that are not finite, and raise their flags.
 
     Nobody waits for a device to know which.
     """
-    assert job.flags is not None
-    flags = {id(member.param): flag for member, flag in zip(job.members, job.flags, strict=True)}
     # A gradient so large that its square overflows counts as infinite.
     good = torch.stack(torch._foreach_norm(grads)).isfinite()
-    bad = good.logical_not().to(torch.float32).unbind()
-    torch._foreach_add_([flags[id(member.param)] for member in members], bad)
+    torch._foreach_add_(list(flags), good.logical_not().to(torch.float32).unbind())
     return [torch.where(keep, g, 0) for keep, g in zip(good.unbind(), grads, strict=True)]
 
 

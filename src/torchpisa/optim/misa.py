@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 from torchpisa.algorithms import misa, nsisa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.checks import check_choice, check_count, check_range
-from torchpisa.kernels import loop, newton_schulz, sharded
-from torchpisa.kernels.job import Member, check_shapes, compute_dtype, real
+from torchpisa.kernels import foreach, loop, newton_schulz, sharded
+from torchpisa.kernels.foreach import leave_out_nonfinite
+from torchpisa.kernels.job import Kernel, Member, check_shapes, compute_dtype, real
 from torchpisa.kernels.rounding import store
 from torchpisa.optim import arguments, checkpoint, nonfinite, report, traced
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
@@ -80,7 +81,8 @@ class MISA(Optimizer):
         clip: largest norm of r over all parameters, batch by batch; None for no clipping.
         nonfinite: what to do with a batch whose gradients are not all finite: `"raise"`, `"skip"`
             (the batch counts as absent) or `"ignore"` (do not look). On a GPU `"raise"` does not
-            wait for the device: it leaves the batch out, and a later call raises.
+            wait for the device: gradients that are not finite count as zero, and a later call
+            raises.
         maximize: maximise instead of minimise.
         foreach: one call per operation for all parameters instead of a loop over them; None
             decides.
@@ -223,6 +225,7 @@ class MISA(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
+        self._report_nonfinite()
         slot = self._claim(batch)
         loss = None
         if closure is not None:
@@ -232,19 +235,22 @@ class MISA(Optimizer):
             [member for param in group["params"] if (member := self._member(param, group))]
             for group in self.param_groups
         ]
-        verdict = nonfinite.verdict(
-            self.param_groups,
-            members,
-            [loop] * len(members),
-            getattr(self, "found_inf", None),
-            f"batch {slot} of iteration {self.iteration}",
-        )
+        kernels: list[Kernel] = [
+            foreach if _uses_foreach(group, own) else loop
+            for group, own in zip(self.param_groups, members, strict=True)
+        ]
+        found_inf = getattr(self, "found_inf", None)
+        where = f"batch {slot} of iteration {self.iteration}"
+        verdict = nonfinite.verdict(self.param_groups, members, kernels, found_inf, where)
         if verdict.problem is not None:
             raise FloatingPointError(
                 f"{verdict.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
             )
         if verdict.present:
-            self._take(slot, members, verdict.keep)
+            flags = self._watch.flags(self.param_groups, members, verdict.deferred)
+            self._take(slot, members, flags, verdict.keep)
+        if any(verdict.deferred):
+            self._watch.note(kernels, members, where)
         self._use_up(slot)
         return loss
 
@@ -257,21 +263,40 @@ class MISA(Optimizer):
         Args:
             batch: slot, from 0. By default the first one that is free in this round.
         """
+        self._report_nonfinite()
         self._use_up(self._claim(batch))
 
     @torch.no_grad()
     def flush(self) -> None:
         """Close an incomplete round as if all other batches had been skipped."""
+        self._report_nonfinite(wait=True)
         if not self.synced:
             self._close()
 
-    def _take(self, slot: int, members: list[list[Member]], keep: Tensor | None) -> None:
-        """Use the gradients of a batch, unless `keep`, which only the device knows, is False."""
+    def _take(
+        self,
+        slot: int,
+        members: list[list[Member]],
+        flags: Sequence[list[Tensor] | None],
+        keep: Tensor | None,
+    ) -> None:
+        """Use the gradients of a batch.
+
+        Args:
+            slot: the batch.
+            members: parameters with gradients, by group.
+            flags: by group, a flag per parameter to raise if its gradient is not finite; None
+                where it is known to be.
+            keep: whether the batch takes part, where only the device knows.
+        """
         scale = getattr(self, "grad_scale", None)
         gradients = [
             [_gradient(member, group, scale) for member in own]
             for group, own in zip(self.param_groups, members, strict=True)
         ]
+        for number, own_flags in enumerate(flags):
+            if own_flags is not None:
+                gradients[number] = leave_out_nonfinite(gradients[number], own_flags)
         clip = self.param_groups[0]["clip"]
         if clip is not None:
             _clip(members, gradients, clip)
@@ -340,9 +365,7 @@ class MISA(Optimizer):
             grads: their gradients, added up over the batches, in the dtype to compute in.
             keep: nothing changes if this is False; None for True.
         """
-        plain = all(type(real(member.param)) in (Tensor, nn.Parameter) for member in members)
-        foreach = plain if group["foreach"] is None else group["foreach"]
-        step = _foreach_step if foreach and keep is None else _loop_step
+        step = _foreach_step if keep is None and _uses_foreach(group, members) else _loop_step
         for matrix, pairs in _kinds(group, members, grads):
             step(group, matrix, [member for member, _ in pairs], [grad for _, grad in pairs], keep)
 
@@ -398,6 +421,7 @@ class MISA(Optimizer):
         """Start afresh with what belongs to this object and is never saved."""
         self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
         self._number = traced.register(self)
+        self._watch = nonfinite.Watch()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -423,6 +447,9 @@ class MISA(Optimizer):
             _check_loaded,
             lambda param, group, _: _fresh_state(param, group, _name_of(param, group)),
         )
+
+    def _report_nonfinite(self, wait: bool = False) -> None:
+        self._watch.report(lambda params: nonfinite.named(params, self.param_groups), wait)
 
     def _free_slots(self) -> list[int]:
         visited = self.param_groups[0]["visited"]
@@ -575,6 +602,12 @@ def _kinds(
         kinds.setdefault(kind, []).append((member, grad))
     for (matrix, *_), pairs in kinds.items():
         yield matrix, pairs
+
+
+def _uses_foreach(group: Group, members: list[Member]) -> bool:
+    if group["foreach"] is not None:
+        return bool(group["foreach"])
+    return all(type(real(member.param)) in (Tensor, nn.Parameter) for member in members)
 
 
 # Single parameters
