@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
 
-__all__ = ["Scheme", "direction", "root_moment", "update_moment"]
+__all__ = ["Scheme", "direction", "followed", "root_moment", "update_moment"]
 
 Scheme = Literal["adagrad", "rmsprop", "adam"]
 """Schemes I, II and III of equation (4.4)."""
@@ -46,6 +46,29 @@ def root_moment(
         correction = 1 - beta**step
         root = root / (correction.sqrt() if isinstance(correction, Tensor) else correction**0.5)
     return root if eta == math.inf else torch.clamp(root, max=eta)
+
+
+def followed(
+    sigma: Tensor, level: Tensor, r: Tensor, step: Scalar, scheme: Scheme, beta: float
+) -> tuple[Tensor, Tensor]:
+    r"""Return a sigma that follows the gradients of one parameter tensor, and its level. Ours.
+
+    \(\sigma_i \leftarrow \max(\sigma_i, \mathrm{rms}(\sqrt{m_i}))\), the root mean square taken
+    over the tensor. It never decreases, so it is an instance of (2.12), with a gamma per tensor.
+    With \(\rho = b/(1 - b)\) the momentum of a typical coordinate is b, and under a constant
+    gradient the step is lr times the gradient over its root mean square, whatever the scale of the
+    loss.
+
+    Args:
+        sigma: \(\sigma_i^\ell\), a tensor of one number.
+        level: mean over the tensor of what `update_moment` keeps, one number.
+        r: root mean square of \(r_i\) over the tensor, one number.
+        step: how often the level was updated, this time included.
+        scheme: see `root_moment`.
+        beta: see `root_moment`.
+    """
+    level = update_moment(level, r, scheme, beta)
+    return torch.maximum(sigma, root_moment(level, step, scheme, beta)), level
 
 
 def direction(r: Tensor, root: Tensor, sigma: Scalar, rho: Scalar, eps: float = 0.0) -> Tensor:

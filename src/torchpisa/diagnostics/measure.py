@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchpisa.algorithms.pisa import Scalar
 from torchpisa.diagnostics.sample import Layout, Section
 from torchpisa.kernels import foreach, sharded
-from torchpisa.kernels.job import real, state_key
+from torchpisa.kernels.job import TINY, real, state_key
 from torchpisa.optim import report, rounds
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.optim.ranks import on_device
@@ -140,7 +141,7 @@ def measure(optimizer: ConsensusOptimizer, old: Snapshot, new: Snapshot) -> Tens
 
 def _numbers(optimizer: ConsensusOptimizer, section: Section) -> _Numbers:
     groups, m = optimizer.param_groups, optimizer.batches
-    sigmas = [sigma for group in groups for sigma in rounds.per_batch(group, "sigma")]
+    sigmas = [sigma for group in groups for sigma in _mean_sigmas(optimizer, group)]
     rhos = [rho for group in groups for rho in rounds.per_batch(group, "rho")]
     lrs = [rounds.lr(group) for group in groups]
     values = [*sigmas, *rhos, *lrs, *groups[0]["weights"]]
@@ -149,6 +150,22 @@ def _numbers(optimizer: ConsensusOptimizer, section: Section) -> _Numbers:
     numbers = on_device(values, device, dtype)
     sigma, rho, lr, weights = torch.split(numbers, [n * m, n * m, n, m])
     return _Numbers(sigma.view(n, m).t(), rho.view(n, m).t(), lr, weights[:, None])
+
+
+def _mean_sigmas(optimizer: ConsensusOptimizer, group: rounds.Group) -> list[Scalar]:
+    """Return sigma of a group by batch; where it follows gradients, the mean over its elements."""
+    if not rounds.follows(group):
+        return rounds.per_batch(group, "sigma")
+    params = [param for param in group["params"] if optimizer.state.get(param)]
+    elements = max(1, sum(param.numel() for param in params))
+    means: list[Scalar] = []
+    for slot in range(optimizer.batches):
+        own = [
+            param.numel() / elements * optimizer.state[param][state_key("sigma", slot)]
+            for param in params
+        ]
+        means.append(sum(own, torch.zeros(())) if own else 1.0)
+    return means
 
 
 def _summed(tensors: list[Tensor], group: "ProcessGroup", home: torch.device) -> list[Tensor]:
@@ -169,6 +186,10 @@ def _found(
 ) -> _Found:
     group_of, decay = section.group_of, section.dual_decay
     sigma, rho, lr = numbers.sigma[:, group_of], numbers.rho[:, group_of], numbers.lr[group_of]
+    if section.follows:
+        slots = range(optimizer.batches)
+        own = [torch.stack(_state(optimizer, section, "sigma", slot)) for slot in slots]
+        sigma = torch.stack(own).to(sigma).clamp(min=TINY)[:, section.tensor_of]
     # An absent batch keeps its dual, which dual_decay has not touched.
     stepped = (new.steps > old.steps)[:, section.tensor_of]
     delta = torch.where(stepped, new.duals / (decay or math.nan) - old.duals, 0.0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchpisa.kernels import foreach, sharded
 from torchpisa.kernels.job import real
+from torchpisa.optim import rounds
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.preconditioners import Preconditioner
 
@@ -91,6 +92,7 @@ class Section:
         pieces: what is looked at of each, as far as it is held here.
         preconditioner: theirs.
         dual_decay: theirs.
+        follows: whether their sigma follows their gradients.
         tensor_of: which of them each coordinate belongs to.
         group_of: which parameter group.
         scale: how many coordinates of the model each stands for.
@@ -100,6 +102,7 @@ class Section:
     pieces: list[Piece]
     preconditioner: Preconditioner
     dual_decay: float
+    follows: bool
     tensor_of: Tensor
     group_of: Tensor
     scale: Tensor
@@ -167,7 +170,8 @@ def _key(optimizer: ConsensusOptimizer) -> tuple[list[Any], list[tuple[Tensor, i
         for param in group["params"]:
             dual = optimizer.state.get(param, {}).get("dual.0")
             if dual is not None:
-                kind = dual.device, param.dtype, dual.dtype, rule, group["dual_decay"]
+                settings = group["dual_decay"], rounds.follows(group)
+                kind = dual.device, param.dtype, dual.dtype, rule, *settings
                 key.append((id(param), number, *kind))
                 entries.append((param, number))
     return key, entries
@@ -188,6 +192,7 @@ def _section(
         pieces=[piece for _, _, piece in own],
         preconditioner=optimizer.preconditioner(group),
         dual_decay=float(group["dual_decay"]),
+        follows=rounds.follows(group),
         tensor_of=torch.arange(len(own)).repeat_interleave(counts).to(device),
         group_of=torch.tensor([n for _, n, _ in own]).repeat_interleave(counts).to(device),
         scale=torch.tensor(shares, dtype=wide).repeat_interleave(counts).to(device),

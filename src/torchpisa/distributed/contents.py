@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpisa.optim import checkpoint, rounds
+from torchpisa.optim import arguments, checkpoint, rounds
 from torchpisa.optim.rounds import Group
 
 __all__ = ["PER_NODE", "Contents", "from_bytes", "joined", "pack", "to_bytes", "unpack"]
@@ -169,7 +169,7 @@ def pack(group: Group) -> Group:
     own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     packed: Group = checkpoint.packed({"param_groups": [own]})["param_groups"][0]
     for name, value in packed.items():
-        if name in ("sigma", "rho"):
+        if name in ("sigma", "rho") and value is not None:
             packed[name] = [float(entry) for entry in rounds.per_batch(group, name)]
         elif name == "kept":
             packed[name] = None if value is None else value.tolist()
@@ -187,9 +187,8 @@ def unpack(packed: Group, device: torch.device) -> Group:
         group["kept"] = torch.tensor(group["kept"], dtype=torch.bool, device=device)
     if group["capturable"]:
         for name in ("sigma", "rho"):
-            group[name] = [
-                torch.tensor(entry, dtype=torch.float32, device=device) for entry in group[name]
-            ]
+            if group[name] is not None:
+                group[name] = arguments.numbers(group[name], device)
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].to(device)
     return group

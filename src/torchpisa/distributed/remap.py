@@ -239,7 +239,8 @@ def _settings(
         elif any(value != values[0] for value in values):
             saved[name] = [sum(part * values[node] for node, part in row.items()) for row in rows]
         else:
-            saved[name] = [values[0]] * len(rows) if name in ("sigma", "rho") else values[0]
+            each = name in ("sigma", "rho") and values[0] is not None
+            saved[name] = [values[0]] * len(rows) if each else values[0]
     return unpack(saved, _device(own))
 
 
@@ -275,6 +276,7 @@ class _Closing:
         self.joint = any(preconditioner.joint for preconditioner in self._preconditioners)
         self._params: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}
+        self._sigmas: dict[int, float] = {}  # S by parameter, where sigma follows gradients
 
     def begin(self, chunk: Named, states: Mapping[str, State]) -> None:
         """Add up what the batches of this round have contributed to some parameters."""
@@ -299,7 +301,13 @@ class _Closing:
             missed = ~contents.arrived[name][rank] & 1 << slot
             state.update(pending=self._pending[name], arrived=everyone ^ missed)
             members.append(Member(param, None, state))
-        rounds.settle(group, rounds.here(group, members, preconditioner), preconditioner)
+        members = rounds.here(group, members, preconditioner)
+        rounds.settle(group, members, preconditioner)
+        if rounds.follows(group):
+            for member in members:
+                key, share = id(member.origin), group["weights"][slot]
+                sigma = float(member.state[f"sigma.{slot}"])
+                self._sigmas[key] = self._sigmas.get(key, 0.0) + share * sigma
 
     def end(self, states: Mapping[str, State]) -> None:
         """Move the weights of what `begin` was told."""
@@ -311,6 +319,8 @@ class _Closing:
             for name, param in self._params.items()
         ]
         members = rounds.here(group, members, self._preconditioners[0])
-        everyone = zip(*(rounds.totals(own) for own in self._groups), strict=True)
-        totals = rounds.Totals(*map(sum, everyone))
+        sums = [sum(rounds.total(own, name) for own in self._groups) for name in ("sigma", "rho")]
+        totals = rounds.Totals(*sums)
+        if rounds.follows(group):
+            totals = rounds.Totals({id(m.origin): self._sigmas[id(m.origin)] for m in members})
         rounds.consensus(group, self._number, members, self._preconditioners[0], totals, None, {})

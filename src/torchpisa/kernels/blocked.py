@@ -86,7 +86,7 @@ def supports(job: LocalJob) -> bool:
         and job.keep is None
         and not isinstance(job.sigma, Tensor)
         and not isinstance(job.rho, Tensor)
-        and job.rho * _LEAST <= job.sigma <= job.rho * _MOST
+        and bool(job.rho * _LEAST <= job.penalty <= job.rho * _MOST)
         and any(_fits(member, job.slot) for member in job.members)
     )
 
@@ -140,11 +140,10 @@ def _numbers(job: LocalJob) -> _Numbers:
     clip = 1.0 if job.clip_scale is None else job.clip_scale.item()
     scale, shrink = job.weight, 0.0
     if job.move is not None:
-        total_sigma, consensus_decay, lr = job.move[:3]
-        scale = float(lr / (total_sigma + lr * consensus_decay))
-        shrink = scale * consensus_decay
+        scale = float(job.move.scale())
+        shrink = scale * job.move.consensus_decay
     return _Numbers(
-        ratio=float(job.sigma / job.rho),
+        ratio=float(job.penalty / job.rho),
         grad_factor=clip if job.grad_scale is None else clip / job.grad_scale.item(),
         # Adam negates what it is given as a gradient when it maximizes.
         decay=clip * (-job.weight_decay if job.maximize else job.weight_decay),

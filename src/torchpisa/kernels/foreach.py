@@ -3,20 +3,23 @@
 `supports` says which jobs; everything else goes through the loop.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpisa.algorithms import sisa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz, resolvent, sharded
 from torchpisa.kernels.job import (
+    TINY,
     LocalJob,
     Member,
     Move,
     check_shapes,
     compute_dtype,
+    own_sigma,
     real,
     shaped_alike,
     state_key,
@@ -101,7 +104,7 @@ def residual_norm(job: LocalJob) -> Tensors:
 
 def _identity(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
     rs = _residuals(job, duals, grads)
-    torch._foreach_mul_(rs, -job.sigma / (job.sigma + job.rho))
+    torch._foreach_mul_(rs, -job.penalty / (job.penalty + job.rho))
     return rs
 
 
@@ -125,11 +128,37 @@ def _second_moment(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     if own.eta < float("inf"):
         for root, c in zip(roots, corrections, strict=True):
             root.clamp_(max=own.eta * c)
-    ratio = job.rho / job.sigma
-    torch._foreach_mul_(roots, [-ratio / c for c in corrections])
-    torch._foreach_add_(roots, -(1 + ratio * own.eps))
+    ratios: list[Any]
+    if job.sigma is None:
+        ratios = [job.rho / sigma for sigma in _follow(job, members, rs)]
+    else:
+        ratios = [job.rho / job.penalty] * len(roots)
+    pairs = zip(ratios, corrections, strict=True)
+    torch._foreach_mul_(roots, [-ratio / c for ratio, c in pairs])
+    torch._foreach_add_(roots, [-(1 + ratio * own.eps) for ratio in ratios])
     torch._foreach_div_(rs, roots)
     return rs
+
+
+def _follow(job: LocalJob, members: list[Member], rs: Tensors) -> list[Scalar]:
+    """Let the sigma of every parameter follow its gradients, and return them."""
+    own = job.preconditioner
+    assert isinstance(own, SecondMoment)
+    norms = torch.stack(torch._foreach_norm(rs))
+    sizes = [r.numel() for r in rs]
+    wholes = [member.whole for member in members if member.whole is not None]
+    if wholes:
+        norms = sharded.summed(norms.square(), sharded.groups(wholes)).sqrt()
+        sizes = [real(whole).numel() for whole in wholes]
+    key = state_key("sigma", job.slot), state_key("level", job.slot)
+    rows = zip(members, norms.unbind(), sizes, _steps(job, members), strict=True)
+    for member, norm, size, step in rows:
+        sigma, level = (member.state[name] for name in key)
+        rms = (norm / max(1, size) ** 0.5).to(level.device, level.dtype)
+        new_sigma, new_level = sisa.followed(sigma, level, rms, step, own.scheme, own.beta)
+        sigma.copy_(new_sigma.clamp(min=TINY))
+        level.copy_(new_level)
+    return [own_sigma(member, job.slot) for member in members]
 
 
 def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
@@ -166,7 +195,7 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
         # After a few steps nothing is left of it in the dtype, unless the device alone knows.
         if isinstance(perturbation, Tensor) or perturbation >= least:
             s.add_(perturbation * (s == 0))
-    torch._foreach_mul_(denominators, -job.rho / job.sigma)
+    torch._foreach_mul_(denominators, -job.rho / job.penalty)
     torch._foreach_add_(denominators, -1.0)
     torch._foreach_div_(sums, denominators)
     return sums
@@ -177,7 +206,7 @@ def _spectral(job: LocalJob, members: list[Member], duals: Tensors, grads: Tenso
     assert isinstance(own, Spectral)
     rs = _residuals(job, duals, grads)
     # For sigma d at once: (sigma I + rho Q)^-1 r leaves the range of the dtype as sigma grows.
-    ratio = job.rho / job.sigma
+    ratio = job.rho / job.penalty
     if own.average:
         stored = _own(members, "average", job.slot)
         averages = _as(stored, rs[0].dtype)
@@ -339,11 +368,18 @@ def _move(members: list[Member], totals: Tensors, move: Move) -> None:
     params = [real(member.param) for member in members]
     dtype = compute_dtype(params[0], totals[0])
     ws, totals = _as(params, dtype), _as(totals, dtype)
-    sigma = move.total_sigma + move.lr * move.consensus_decay
-    scale = move.lr / sigma
     if move.consensus_decay != 0:
         totals = list(torch._foreach_add(totals, ws, alpha=-move.consensus_decay))
+    if move.total_sigma is None or isinstance(move.total_sigma, Mapping):
+        scales: Any = [move.scale(member) for member in members]
+        if isinstance(scales[0], Tensor):
+            scales = [scale.to(ws[0].dtype) for scale in scales]
+        torch._foreach_add_(ws, list(torch._foreach_mul(totals, scales)))
+        _write_back(params, ws, move.stochastic_rounding)
+        return
+    scale = move.scale()
     if move.proximal is not None:
+        sigma = move.total_sigma + move.lr * move.consensus_decay
         ys = _resolvents(members, totals, move.proximal, sigma, move.rho)
         totals = [y.reshape(total.shape) for y, total in zip(ys, totals, strict=True)]
         scale = move.lr

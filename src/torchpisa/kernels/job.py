@@ -1,6 +1,6 @@
 """What an optimizer hands to a kernel: tensors, and the numbers of one round."""
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment, Spectral
 
-__all__ = ["Kernel", "LocalJob", "Member", "Move", "check_shapes", "mark_changed"]
-__all__ += ["shaped_alike", "state_key"]
+__all__ = ["TINY", "Kernel", "LocalJob", "Member", "Move", "check_shapes", "mark_changed"]
+__all__ += ["own_sigma", "shaped_alike", "state_key"]
 
 
 def state_key(name: str, slot: int) -> str:
@@ -36,15 +36,40 @@ class Member(NamedTuple):
         return self.param if self.whole is None else self.whole
 
 
-class Move(NamedTuple):
-    """A consensus: S, lambda, the relative learning rate, how it rounds, and its proximal term."""
+# Stands in for a sigma that has seen no gradient yet.
+TINY = 1e-30
 
-    total_sigma: Scalar
+
+class Move(NamedTuple):
+    """A consensus: S, lambda, the relative learning rate, how it rounds, and its proximal term.
+
+    S is one number for all parameters or, where sigma follows the gradients, one for each of them,
+    by the `id` of the parameter; None if it is the sigma of the only batch there is.
+    """
+
+    total_sigma: Scalar | Mapping[int, Scalar] | None
     consensus_decay: float
     lr: Scalar
     stochastic_rounding: bool = False
     proximal: Spectral | None = None
     rho: Scalar = 0.0
+
+    def scale(self, member: Member | None = None) -> Scalar:
+        """Return lr / (S + lr lambda), what the consensus multiplies U - lambda w by.
+
+        Args:
+            member: the parameter; None if S is the same for all.
+        """
+        return self.lr / (self.total(member) + self.lr * self.consensus_decay)
+
+    def total(self, member: Member | None = None) -> Scalar:
+        """Return S of a parameter; never zero, which it is before the first gradient."""
+        if self.total_sigma is None or isinstance(self.total_sigma, Mapping):
+            assert member is not None
+            if self.total_sigma is None:
+                return own_sigma(member, 0)
+            return _positive(self.total_sigma[id(member.origin)])
+        return self.total_sigma
 
 
 @dataclass(frozen=True)
@@ -55,7 +80,8 @@ class LocalJob:
         members: the parameters, with the gradient of this batch.
         preconditioner: solves for d.
         slot: the batch, i.
-        sigma: its penalty in this round.
+        sigma: its penalty in this round; None if that of each parameter follows its gradients and
+            is kept with its state.
         rho: its weight of the preconditioner.
         weight: alpha_i.
         weight_decay: mu - lambda.
@@ -76,7 +102,7 @@ class LocalJob:
     members: list[Member]
     preconditioner: Preconditioner
     slot: int
-    sigma: Scalar
+    sigma: Scalar | None
     rho: Scalar
     weight: float
     weight_decay: float
@@ -90,6 +116,12 @@ class LocalJob:
     search: bool = False
     flags: Sequence[Tensor] | None = None
 
+    @property
+    def penalty(self) -> Scalar:
+        """sigma where it is known to be given."""
+        assert self.sigma is not None
+        return self.sigma
+
 
 class Kernel(Protocol):
     """A way to compute: `loop`, `foreach` or a fused plan."""
@@ -102,6 +134,16 @@ class Kernel(Protocol):
 
     def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
         """Equation (2.9) from the sum in `pending`; nothing moves if `keep` is False."""
+
+
+def own_sigma(member: Member, slot: int) -> Scalar:
+    """Return the sigma that follows the gradients of a parameter, on a CPU as a float."""
+    sigma: Tensor = member.state[state_key("sigma", slot)]
+    return _positive(sigma.item() if sigma.device.type == "cpu" else sigma)
+
+
+def _positive(sigma: Scalar) -> Scalar:
+    return sigma.clamp(min=TINY) if isinstance(sigma, Tensor) else max(sigma, TINY)
 
 
 def real(tensor: Tensor) -> Tensor:

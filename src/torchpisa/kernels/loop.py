@@ -1,13 +1,16 @@
 """The plain loop over parameters: the specification that every other kernel is tested against."""
 
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpisa.algorithms import pisa
+from torchpisa.algorithms import pisa, sisa
+from torchpisa.kernels import sharded
 from torchpisa.kernels.job import (
+    TINY,
     LocalJob,
     Member,
     Move,
@@ -18,7 +21,7 @@ from torchpisa.kernels.job import (
     state_key,
 )
 from torchpisa.kernels.rounding import store
-from torchpisa.preconditioners import LocalProblem, Preconditioner
+from torchpisa.preconditioners import LocalProblem, Preconditioner, SecondMoment
 from torchpisa.preconditioners.base import State, solve_for_deltas
 
 __all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
@@ -37,12 +40,21 @@ def local_step(job: LocalJob) -> None:
             _own_state(job, member, problem.dual.dtype)
             for member, problem in zip(chunk, problems, strict=True)
         ]
+        follows = [_follow(job, *pair) for pair in zip(chunk, problems, strict=True)]
+        problems = [
+            replace(problem, sigma=new["sigma"]) if new else problem
+            for problem, new in zip(problems, follows, strict=True)
+        ]
         solved = solve_for_deltas(job.preconditioner, problems, states)
         _check_solution(job.preconditioner, problems, states, solved)
-        for member, problem, state, (delta, new_state) in zip(
-            chunk, problems, states, solved, strict=True
+        for member, problem, state, (delta, new_state), follow in zip(
+            chunk, problems, states, solved, follows, strict=True
         ):
             local = pisa.local_step_of_delta(problem.dual, delta, job.dual_decay)
+            keep = _keep(job, problem.dual)
+            for name, value in follow.items():
+                own = member.state[state_key(name, job.slot)]
+                own.copy_(_chooser(keep)(value, own))
             _store(job, member, problem, local, state, new_state)
 
 
@@ -95,12 +107,28 @@ def _problem(job: LocalJob, member: Member) -> LocalProblem:
         grad=g,
         dual=dual,
         residual=r,
-        sigma=job.sigma,
+        sigma=1.0 if job.sigma is None else job.sigma,
         rho=job.rho,
         weight_decay=job.weight_decay,
         step=step + 1 if step.device.type != "cpu" else step.item() + 1,
         present=grad is not None,
     )
+
+
+def _follow(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, Tensor]:
+    """Return sigma and level of a parameter whose sigma follows its gradients; else nothing."""
+    own = job.preconditioner
+    if job.sigma is not None:
+        return {}
+    assert isinstance(own, SecondMoment)
+    r = problem.residual
+    norm = torch.linalg.vector_norm(r)
+    if sharded.is_sharded(norm):
+        norm = norm.full_tensor()
+    sigma, level = (member.state[state_key(name, job.slot)] for name in ("sigma", "level"))
+    rms = (norm / max(1, r.numel()) ** 0.5).to(level.device, level.dtype)
+    sigma, level = sisa.followed(sigma, level, rms, problem.step, own.scheme, own.beta)
+    return {"sigma": sigma.clamp(min=TINY), "level": level}
 
 
 def _own_state(job: LocalJob, member: Member, dtype: torch.dtype) -> State:
@@ -109,7 +137,7 @@ def _own_state(job: LocalJob, member: Member, dtype: torch.dtype) -> State:
     own = {}
     for key, value in member.state.items():
         name = key.removesuffix(suffix)
-        if name != key and name not in ("dual", "step"):
+        if name != key and name not in ("dual", "step", "sigma", "level"):
             value = real(value)
             own[name] = value.to(dtype) if value.is_floating_point() else value
     return own
@@ -199,7 +227,7 @@ def _chooser(keep: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
 def _move(member: Member, total: Tensor, move: Move, keep: Tensor | None) -> None:
     w = real(member.param)
     dtype = compute_dtype(w, total)
-    numbers = move.total_sigma, move.consensus_decay, move.lr
+    numbers = move.total(member), move.consensus_decay, move.lr
     if move.proximal is None:
         moved = pisa.consensus(w.to(dtype), total.to(dtype), *numbers)
     else:

@@ -173,10 +173,10 @@ def _numbers(job: LocalJob) -> _Numbers:
     scale, consensus_decay = job.weight, 0.0
     if job.move is not None:
         consensus_decay = job.move.consensus_decay
-        scale = float(job.move.lr / (job.move.total_sigma + job.move.lr * consensus_decay))
+        scale = float(job.move.scale())
     sums = own.scheme == "adagrad"
     return _Numbers(
-        ratio=float(job.rho / job.sigma),
+        ratio=float(job.rho / job.penalty),
         scale=scale,
         grad_factor=(-1.0 if job.maximize else 1.0)
         / (1.0 if job.grad_scale is None else job.grad_scale.item()),

@@ -3,6 +3,7 @@
 import difflib
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchpisa.checks import check_choice, check_range
 
 __all__ = [
     "check_dtype",
+    "check_following",
     "check_gamma",
     "check_group",
     "check_rho",
@@ -24,6 +26,7 @@ __all__ = [
     "plain",
     "reject_unknown",
     "shares",
+    "warn_about_absolute_lr",
 ]
 
 # What torch's schedulers and common trainers write into parameter groups.
@@ -136,6 +139,35 @@ def check_shared(group: Mapping[str, Any]) -> None:
     check_choice("nonfinite", group["nonfinite"], ("raise", "skip", "ignore"))
     if group["clip"] is not None:
         check_range("clip", group["clip"], 0, low_open=True)
+
+
+def check_following(group: Mapping[str, Any]) -> None:
+    """Check a group without sigma, whose sigma follows the gradients."""
+    if "momentum" not in group:
+        raise ValueError("sigma must be a finite number > 0, got None")
+    check_range("momentum", group["momentum"], 0, 1, high_open=True)
+    for name, legal in (("rho", None), ("gamma", 1.0), ("initial_consensus", False)):
+        if group[name] != legal:
+            raise ValueError(
+                f"{name} must be {legal!r} without sigma, got {group[name]!r}: sigma follows the "
+                "gradients then; give sigma and rho for the paper's terms"
+            )
+
+
+def warn_about_absolute_lr(defaults: Mapping[str, Any], optimizer: str) -> None:
+    """Warn if a learning rate that multiplies given penalties looks like AdamW's."""
+    lr = defaults["lr"]
+    if defaults["sigma"] is None or not 0 < float(lr) < 0.1:
+        return
+    remedy = {
+        "SISA": "leave out sigma and rho for a learning rate in AdamW's terms",
+        "NSISA": "leave it out, or use torchpisa.MISA for a learning rate in AdamW's terms",
+    }.get(optimizer, "leave it out and give a larger sigma for smaller steps")
+    warnings.warn(
+        f"lr={float(lr):g} is relative here: it multiplies the step that sigma and rho give, and 1 "
+        f"is the paper; {remedy}",
+        stacklevel=4,
+    )
 
 
 def check_dtype(name: str, value: Any) -> None:

@@ -235,6 +235,8 @@ class ConsensusOptimizer(GroupedOptimizer):
         # All rules are asked before anything changes: one may raise.
         sigmas = [rounds.next_sigmas(group) for group in self.param_groups]
         for group, new in zip(self.param_groups, sigmas, strict=True):
+            if rounds.follows(group):
+                continue
             if group["capturable"]:
                 for sigma, value in zip(group["sigma"], new, strict=True):
                     sigma.copy_(value)
@@ -280,7 +282,7 @@ class ConsensusOptimizer(GroupedOptimizer):
             if not rounds.alone(group):
                 rounds.settle(group, reached, preconditioners[number])
                 keep = None if group["kept"] is None else group["kept"].any()
-                totals = rounds.totals(group)
+                totals = rounds.totals(group, reached)
                 rounds.consensus(
                     group, number, reached, preconditioners[number], totals, keep, self._plans
                 )

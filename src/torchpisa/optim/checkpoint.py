@@ -253,7 +253,7 @@ def _put_in_form(group: Group) -> None:
     params, batches = group["params"], group["batches"]
     device = params[0].device if params else torch.device("cpu")
     for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
-        if name in group:
+        if group.get(name) is not None:
             values = arguments.per_batch(name, group[name], batches, check)
             group[name] = arguments.numbers(values, device if group["capturable"] else None)
     if group["capturable"] and isinstance(group["lr"], Tensor):

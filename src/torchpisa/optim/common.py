@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
-from torch import Tensor
 
 from torchpisa.penalty import Gamma
 
@@ -27,8 +26,6 @@ class Common(TypedDict, total=False):
         weights: \(\alpha_i\), the batches' shares of the data, or their sizes. Constant in time.
             With a `process_group`, those of this rank's batches, which are compared with all
             ranks'. Default equal.
-        lr: relative learning rate, a number or a tensor, for torch's schedulers: it divides sigma
-            and rho. Default 1.
         weight_decay: \(\mu - \lambda\), L2 term in every batch's gradient. Default 0.
         consensus_decay: \(\lambda\), L2 term at the consensus. Default 0.
         clip: largest norm of \(\pi_i + g_i\) over all parameters; None for no clipping. Unlike
@@ -70,7 +67,6 @@ class Common(TypedDict, total=False):
     gamma: Gamma | Sequence[Gamma]
     batches: int
     weights: Sequence[float] | None
-    lr: float | Tensor
     weight_decay: float
     consensus_decay: float
     clip: float | None
@@ -91,7 +87,6 @@ DEFAULTS: Common = {
     "gamma": 1.0,
     "batches": 1,
     "weights": None,
-    "lr": 1.0,
     "weight_decay": 0.0,
     "consensus_decay": 0.0,
     "clip": None,

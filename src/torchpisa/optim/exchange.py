@@ -100,10 +100,19 @@ class Exchange:
         kept = groups[0]["kept"]
         present: Scalar = groups[0]["present"].bit_count() if kept is None else kept.sum()
         reached = [float(id(member.origin) not in self._unreached) for member in everyone]
-        # Of rho, only where the consensus has a proximal term.
-        counts = [1 if each.proximal is None else 2 for each in preconditioners]
-        numbered = zip(groups, counts, strict=True)
-        own_totals = [value for group, n in numbered for value in rounds.totals(group)[:n]]
+        # Where sigma follows gradients, one for each parameter. Of rho, only where the consensus
+        # has a proximal term.
+        own_totals: list[Scalar] = []
+        counts = []
+        for group, own, preconditioner in zip(groups, members, preconditioners, strict=True):
+            if rounds.follows(group):
+                values = list(rounds.sigmas_of(group, own).values())
+            else:
+                values = [rounds.total(group, "sigma")]
+                if preconditioner.proximal is not None:
+                    values.append(rounds.total(group, "rho"))
+            own_totals += values
+            counts.append(len(values))
         total = self.ranks.tally([*own_totals, present, float(problem), *reached], device)
         self.ranks.receive()
 
@@ -116,6 +125,7 @@ class Exchange:
         keep = None
         if kept is not None and not told:
             keep = total[first] > 0
+        all_members = members
         if told:
             numbers = sums[first + 2 :]
             left = {id(m.origin) for m, n in zip(everyone, numbers, strict=True) if not n}
@@ -124,7 +134,11 @@ class Exchange:
             members = [[m for m in own if id(m.origin) not in left] for own in members]
         totals = iter(sums)
         for number, (group, own) in enumerate(zip(groups, members, strict=True)):
-            summed = Totals(*islice(totals, counts[number]))
+            values = list(islice(totals, counts[number]))
+            summed = Totals(*values)
+            if rounds.follows(group):
+                keys = (id(member.origin) for member in all_members[number])
+                summed = Totals(dict(zip(keys, values, strict=True)))
             if not told or moves:
                 rounds.consensus(group, number, own, preconditioners[number], summed, keep, plans)
         for group in groups:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms import pisa
 from torchpisa.checks import check_count
-from torchpisa.kernels.job import Member, check_shapes, state_key
+from torchpisa.kernels.job import Member, check_shapes, real, state_key
 from torchpisa.optim import arguments, checkpoint, ranks, rounds
 from torchpisa.optim.common import DEFAULTS, SHARED, Common
 from torchpisa.optim.exchange import Exchange
@@ -35,15 +35,16 @@ class GroupedOptimizer(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        sigma: float | Sequence[float],
-        rho: float | Sequence[float],
+        sigma: float | Sequence[float] | None,
+        rho: float | Sequence[float] | None,
+        lr: float | Tensor,
         own: dict[str, Any],
         **common: "Unpack[Common]",
     ) -> None:
-        legal = {"sigma", "rho", *own, *DEFAULTS}
+        legal = {"sigma", "rho", "lr", *own, *DEFAULTS}
         arguments.reject_unknown(common, legal, type(self).__name__)
-        given: Group = {"sigma": sigma, "rho": rho, **own, **DEFAULTS, **common}
-        defaults = arguments.in_form(given, DEFAULTS)
+        given: Group = {"sigma": sigma, "rho": rho, "lr": lr, **own, **DEFAULTS, **common}
+        defaults = arguments.in_form(given, {**DEFAULTS, "lr": 1.0})
         check_count("batches", defaults["batches"])
         arguments.check_shared(defaults)
         arguments.check_dtype("reduce_dtype", defaults["reduce_dtype"])
@@ -57,6 +58,7 @@ class GroupedOptimizer(Optimizer):
             shares = together.shares(defaults["weights"], defaults["batches"])
         defaults["weights"] = shares
         self._check_group(defaults)
+        arguments.warn_about_absolute_lr(defaults, type(self).__name__)
         super().__init__(params, defaults)
 
     @abstractmethod
@@ -154,8 +156,11 @@ class GroupedOptimizer(Optimizer):
 
     def _check_group(self, group: Group) -> None:
         arguments.check_group(group)
-        arguments.per_batch("sigma", group["sigma"], group["batches"], arguments.check_sigma)
-        arguments.per_batch("rho", group["rho"], group["batches"], arguments.check_rho)
+        if rounds.follows(group):
+            arguments.check_following(group)
+        else:
+            arguments.per_batch("sigma", group["sigma"], group["batches"], arguments.check_sigma)
+            arguments.per_batch("rho", group["rho"], group["batches"], arguments.check_rho)
         rules = arguments.per_batch(
             "gamma", group["gamma"], group["batches"], arguments.check_gamma
         )
@@ -187,13 +192,14 @@ class GroupedOptimizer(Optimizer):
                 f"got {group['lr']!r}"
             )
         for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
-            values = arguments.per_batch(name, group[name], group["batches"], check)
-            group[name] = arguments.numbers(values, device if group["capturable"] else None)
+            if group[name] is not None:
+                values = arguments.per_batch(name, group[name], group["batches"], check)
+                group[name] = arguments.numbers(values, device if group["capturable"] else None)
         for param in params:
             if param.requires_grad:
                 self._init_state(param, group, preconditioner)
         if group["initial_consensus"]:
-            total = rounds.totals(group).sigma
+            total = rounds.total(group, "sigma")
             if self._exchange is not None:
                 total = self._exchange.ranks.tally([total], device).item()
             settings = total, group["consensus_decay"], rounds.lr(group)
@@ -256,6 +262,10 @@ def _fresh_state(
     state: dict[str, Any] = {}
     for slot in range(batches):
         state[state_key("dual", slot)] = dual.clone()
+        if rounds.follows(group):
+            wide = torch.promote_types(real(dual).dtype, torch.float32)
+            for name in ("sigma", "level"):
+                state[state_key(name, slot)] = torch.zeros((), dtype=wide, device=param.device)
         for name, value in initial_state(preconditioner, dual).items():
             state[state_key(name, slot)] = value
         # In float32 whatever torch's default dtype is: bfloat16 counts to 256.

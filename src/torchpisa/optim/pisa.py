@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.optim.base import ConsensusOptimizer
@@ -33,6 +34,7 @@ class PISA(ConsensusOptimizer):
             `weights`, `clip` and `nonfinite`.
         preconditioner: \(Q_i\), a `torchpisa.preconditioners.Preconditioner`; by default
             `Identity()`.
+        lr: relative learning rate, a number or a tensor: it divides sigma and rho.
         sigma: \(\sigma_i^0 > 0\), the penalty: 1/sigma is the step that a constant gradient ends
             up with. One number, or one per batch.
         rho: \(\rho_i \ge 0\), the weight of the preconditioner. One number, or one per batch.
@@ -55,12 +57,13 @@ class PISA(ConsensusOptimizer):
         params: ParamsT,
         preconditioner: Preconditioner | None = None,
         *,
+        lr: float | Tensor = 1.0,
         sigma: float | Sequence[float] = 1.0,
         rho: float | Sequence[float] = 10.0,
         **common: "Unpack[Common]",
     ) -> None:
         super().__init__(
-            params, sigma, rho, {"preconditioner": preconditioner or Identity()}, **common
+            params, sigma, rho, lr, {"preconditioner": preconditioner or Identity()}, **common
         )
 
     def preconditioner(self, group: Group) -> Preconditioner:

@@ -1,5 +1,6 @@
 """What an optimizer says about itself: the memory of its state, and its steps in familiar terms."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,7 +52,8 @@ class Effective:
     no step was taken yet.
 
     Attributes:
-        step: \(\mathrm{lr}/S\), what a gradient that stays the same is multiplied by in the end. At
+        step: \(\mathrm{lr}/S\), what a gradient that stays the same is multiplied by in the end,
+            with the mean S of all parameters where sigma follows their gradients. At
             the consensus of MISA only its singular values far below \(S/\rho\) are; large ones
             become \(\mathrm{lr}/\rho\).
         first_step: \(2\,\mathrm{lr}/(\sigma + \rho q)\), what a new gradient is multiplied by.
@@ -93,8 +95,9 @@ def effective(
     group: Group, preconditioner: Preconditioner, state: Mapping[Tensor, Mapping[str, Any]]
 ) -> Effective:
     """See `Effective`."""
-    lr = float(group["lr"])
+    lr = float(rounds.lr(group))
     sigmas, rhos = rounds.per_batch(group, "sigma"), rounds.per_batch(group, "rho")
+    follows = rounds.follows(group)
     scales: list[tuple[float, Tensor]] = []
     for param in group["params"]:
         own = state.get(param, {})
@@ -105,10 +108,17 @@ def effective(
             q = diagonal(preconditioner, own, slot)
             if q is not None:
                 q = q.reshape(-1)[:: max(1, q.numel() // _SAMPLES_PER_TENSOR)]
+                if follows:
+                    sigma = own[state_key("sigma", slot)]
                 scales.append((float(sigma), float(rho) * q.double().cpu()))
     # On several ranks as if the others' sigmas were like this one's.
     share = sum(group["weights"]) if group["ranks"] > 1 else 1.0
-    step_size = lr * share / float(rounds.totals(group).sigma)
+    if follows:
+        elements = sum(len(rq) for _, rq in scales)
+        total = sum(s * len(rq) for s, rq in scales) / max(1, elements) or math.nan
+    else:
+        total = float(rounds.total(group, "sigma"))
+    step_size = lr * share / total
     if not scales:
         return Effective(step_size, None, None, None)
     sigma = torch.cat([torch.full_like(rq, s) for s, rq in scales])

@@ -6,7 +6,7 @@ them that were not skipped) and `kept` (the same, as far as only the device know
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
+from torchpisa.checks import check_range
 from torchpisa.kernels import blocked, foreach, fused, loop, native, sharded
-from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, real
+from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, own_sigma, real
 from torchpisa.optim import arguments
 from torchpisa.penalty import grown
 from torchpisa.preconditioners import Preconditioner
@@ -28,10 +29,13 @@ __all__ = [
     "choose",
     "consensus",
     "finish",
+    "follows",
     "local_step",
     "next_sigmas",
     "settle",
+    "sigmas_of",
     "slots",
+    "total",
     "totals",
 ]
 
@@ -41,9 +45,9 @@ PROGRESS: Group = {"iteration": 0, "visited": 0, "present": 0, "kept": None}
 
 
 class Totals(NamedTuple):
-    """S, the weighted sum of all sigmas of the round, and likewise of rho."""
+    """S, the weighted sum of all sigmas of the round, and likewise of rho; see `Move`."""
 
-    sigma: Scalar
+    sigma: Scalar | Mapping[int, Scalar] | None
     rho: Scalar = 0.0
 
 
@@ -62,6 +66,8 @@ def next_sigmas(group: Group) -> list[Scalar]:
 
     No sigma grows beyond `torchpisa.penalty.LARGEST_SIGMA`.
     """
+    if follows(group):
+        return []
     batches = group["batches"]
     rules = arguments.per_batch("gamma", group["gamma"], batches, arguments.check_gamma)
     gammas = [rule(group["iteration"]) if callable(rule) else rule for rule in rules]
@@ -75,6 +81,11 @@ def check_fused(group: Group, preconditioner: Preconditioner) -> None:
     """Raise ValueError if a group asks for fused kernels that cannot step its parameters."""
     if not group["fused"]:
         return
+    if follows(group):
+        raise ValueError(
+            "fused=True is not possible: sigma follows the gradients of every parameter; give "
+            "sigma and rho"
+        )
     params = [sharded.local(param) for param in group["params"]]
     if _on_cpu(params):
         found = _cpu_kernel(params, preconditioner, insist=True)
@@ -217,21 +228,42 @@ def _remember(group: Group, slot: int, keep: Tensor | None) -> None:
     kept[slot].logical_or_(here)
 
 
-def totals(group: Group) -> Totals:
-    """The sums of a group; on several ranks, this one's part of them."""
+def follows(group: Group) -> bool:
+    """Return whether sigma of every parameter follows its gradients instead of being given."""
+    return group["sigma"] is None
 
-    def total(name: str) -> Scalar:
-        pairs = zip(group["weights"], per_batch(group, name), strict=True)
-        summed: Scalar = sum(weight * value for weight, value in pairs)
-        return summed
 
-    return Totals(total("sigma"), total("rho"))
+def sigmas_of(group: Group, members: Sequence[Member]) -> dict[int, Scalar]:
+    """Return S of every parameter whose sigma follows its gradients; this rank's part of it."""
+    return {
+        id(member.origin): sum(
+            weight * own_sigma(member, slot) for slot, weight in enumerate(group["weights"])
+        )
+        for member in members
+    }
+
+
+def total(group: Group, name: str) -> Scalar:
+    """Return the weighted sum of sigma or rho of a group; on several ranks, this one's part."""
+    pairs = zip(group["weights"], per_batch(group, name), strict=True)
+    summed: Scalar = sum(weight * value for weight, value in pairs)
+    return summed
+
+
+def totals(group: Group, members: Sequence[Member]) -> Totals:
+    """Return the sums of a group; on several ranks, this one's part of them."""
+    sigma = sigmas_of(group, members) if follows(group) else total(group, "sigma")
+    return Totals(sigma, total(group, "rho"))
 
 
 def lr(group: Group) -> Scalar:
     """The relative learning rate, without the dimension that some schedulers' tensors have."""
     value: Scalar = group["lr"]
-    return value.reshape(()) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        check_range("lr", value, 0, high_open=True)
+    # What is not a matrix of NSISA has an absolute learning rate of its own.
+    factor = group.get("sisa_lr", 1.0) if follows(group) else 1.0
+    return value.reshape(()) * factor if isinstance(value, Tensor) else value * factor
 
 
 def _move(group: Group, totals: Totals, preconditioner: Preconditioner) -> Move:
@@ -243,6 +275,11 @@ def _move(group: Group, totals: Totals, preconditioner: Preconditioner) -> Move:
         preconditioner.proximal,
         totals.rho,
     )
+
+
+def _alone_totals(group: Group) -> Totals:
+    """Return the sums of a round of one batch, which its step takes along."""
+    return Totals(None if follows(group) else total(group, "sigma"), total(group, "rho"))
 
 
 def _job(
@@ -265,13 +302,16 @@ def _job(
         grad_scale=None,
         clip_scale=None,
         keep=keep,
-        move=_move(group, totals(group), preconditioner) if alone(group) else None,
+        move=_move(group, _alone_totals(group), preconditioner) if alone(group) else None,
         stochastic_rounding=group["stochastic_rounding"],
     )
 
 
 def per_batch(group: Group, name: str) -> list[Any]:
     """sigma or rho, one per batch, also after a user has written one number into the group."""
+    if follows(group) and name == "rho":
+        momentum: float = group["sisa_momentum" if "sisa_momentum" in group else "momentum"]
+        return [momentum / (1 - momentum)] * group["batches"]
     value = group[name]
     return value if isinstance(value, list) else [value] * group["batches"]
 
@@ -322,6 +362,8 @@ def _consensus_kernel(
 
 
 def _wants_fused(group: Group) -> bool:
+    if follows(group):
+        return False
     return bool(group["fused"] or (group["fused"] is None and group["foreach"] is None))
 
 

@@ -1,9 +1,10 @@
 """SISA, Algorithm 2."""
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
@@ -16,7 +17,10 @@ from torchpisa.preconditioners import SecondMoment
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SISA"]
+__all__ = ["LR", "SISA"]
+
+# The default in AdamW's terms.
+LR = 3e-3
 
 
 class SISA(ConsensusOptimizer):
@@ -34,14 +38,22 @@ class SISA(ConsensusOptimizer):
     \end{aligned}
     \]
 
+    Without `sigma` and `rho`, sigma follows the gradients of each parameter tensor (the largest
+    root mean square that \(\sqrt{m_i}\) has had over the tensor, which never decreases, so it is an
+    instance of (2.12)) and `lr` and `momentum` mean what they mean for AdamW, whatever the scale of
+    the loss. With them it is Algorithm 2 to the letter, and `lr` is a relative factor.
+
     Args:
         params: parameters or parameter groups; groups may override everything but `batches`,
             `weights`, `clip` and `nonfinite`.
+        lr: learning rate, a number or a tensor. Without `sigma`, comparable to AdamW's, by default
+            3e-3. With it, a factor on all steps, by default 1.
+        momentum: of a typical coordinate, in [0, 1); only without `sigma`.
         sigma: \(\sigma_i^0 > 0\), the penalty: 1/sigma is the step that a constant gradient ends
-            up with. One number, or one per batch. By default 0.5, or 2 if there are several
+            up with. One number, or one per batch. If only `rho` is given 0.5, or 2 with several
             batches, which may differ.
         rho: \(\rho_i \ge 0\), the weight of the second moment: 1/rho is comparable to Adam's
-            learning rate. One number, or one per batch. By default 1,000, or 100 if there are
+            learning rate. One number, or one per batch. If only `sigma` is given 1,000, or 100 with
             several batches.
         scheme: `"adagrad"`, `"rmsprop"` or `"adam"`: Schemes I, II and III of equation (4.4).
         beta: \(\beta_i\) of Schemes II and III, in (0, 1). The published scripts use 0.999; 0.99
@@ -49,12 +61,25 @@ class SISA(ConsensusOptimizer):
         eta: \(\eta_i\), cap of \(\sqrt{m_i}\), equation (4.3).
         eps: added to \(\sqrt{m_i}\); the paper has 0, the published scripts 1e-8.
         **common: see `torchpisa.optim.Common`.
+
+    Examples:
+        >>> import torch, torchpisa
+        >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+        >>> opt = torchpisa.SISA([w], lr=0.03)
+        >>> for _ in range(300):
+        ...     opt.zero_grad()
+        ...     (0.5 * (w - 1) ** 2).sum().backward()
+        ...     opt.step()
+        >>> round(w.item(), 2)
+        1.0
     """
 
     def __init__(
         self,
         params: ParamsT,
+        lr: float | Tensor | None = None,
         *,
+        momentum: float = 0.9,
         sigma: float | Sequence[float] | None = None,
         rho: float | Sequence[float] | None = None,
         scheme: Scheme = "adam",
@@ -63,9 +88,25 @@ class SISA(ConsensusOptimizer):
         eps: float = 0.0,
         **common: "Unpack[Common]",
     ) -> None:
-        own = {"scheme": scheme, "beta": beta, "eta": eta, "eps": eps}
-        sigma, rho = fill_in(sigma, rho, common)
-        super().__init__(params, sigma, rho, own, **common)
+        own = {"momentum": momentum, "scheme": scheme, "beta": beta, "eta": eta, "eps": eps}
+        if sigma is not None or rho is not None:
+            sigma, rho = fill_in(sigma, rho, common)
+        if lr is None:
+            lr = LR if sigma is None else 1.0
+        super().__init__(params, sigma, rho, lr, own, **common)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a parameter group; it joins the round where that stands.
+
+        One that gives sigma in an optimizer without it, or the other way round, has the default lr
+        of its own terms unless it gives one.
+        """
+        group = dict(param_group)
+        given = group.get("sigma", self.defaults["sigma"]) is not None
+        if given != (self.defaults["sigma"] is not None):
+            group.setdefault("lr", 1.0 if given else LR)
+            group.setdefault("rho", fill_in(None, None, self.defaults)[1] if given else None)
+        super().add_param_group(group)
 
     def preconditioner(self, group: Group) -> SecondMoment:
         return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
@@ -74,14 +115,15 @@ class SISA(ConsensusOptimizer):
 def fill_in(
     sigma: float | Sequence[float] | None,
     rho: float | Sequence[float] | None,
-    common: Common,
-    single: tuple[float, float] = (0.5, 1e3),
-    several: tuple[float, float] = (2.0, 100.0),
+    common: Mapping[str, Any],
 ) -> tuple[float | Sequence[float], float | Sequence[float]]:
-    """Defaults of sigma and rho; those of SISA's rule if not told. Duals of batches that differ
-    grow; they need a larger sigma, and less momentum, than one dual on mixed data does."""
+    """Return sigma and rho, with a default for the one that is None.
+
+    Duals of batches that differ grow; they need a larger sigma, and less momentum, than one dual on
+    mixed data does.
+    """
     alone = common.get("batches", 1) == 1 and ranks.join(common.get("process_group"), None) is None
-    default_sigma, default_rho = single if alone else several
+    default_sigma, default_rho = (0.5, 1e3) if alone else (2.0, 100.0)
     return (
         default_sigma if sigma is None else sigma,
         default_rho if rho is None else rho,

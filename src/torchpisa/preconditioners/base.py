@@ -17,7 +17,7 @@ __all__ = ["LocalProblem", "Preconditioner", "State", "initial_state", "solve_fo
 State = Mapping[str, Tensor]
 
 # What optimizers and clients keep beside the preconditioner's state, in the same dictionaries.
-_RESERVED = ("arrived", "delta", "dual", "moved", "pending", "step")
+_RESERVED = ("arrived", "delta", "dual", "level", "moved", "pending", "sigma", "step")
 
 
 @dataclass(frozen=True)

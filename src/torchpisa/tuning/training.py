@@ -18,6 +18,13 @@ from torchpisa.tuning.untouched import Snapshot
 __all__ = ["ResidualBalancing", "Restart"]
 
 
+def _check_sigma_is_given(optimizer: ConsensusOptimizer) -> None:
+    if any(rounds.follows(group) for group in optimizer.param_groups):
+        raise ValueError(
+            "optimizer must have been given sigma and rho, but its sigma follows the gradients"
+        )
+
+
 def _multiply_sigma(optimizer: ConsensusOptimizer, factor: float) -> None:
     for group in optimizer.param_groups:
         group["sigma"] = [factor * sigma for sigma in rounds.per_batch(group, "sigma")]
@@ -63,6 +70,7 @@ class Restart:
         check_count("iterations", iterations, 2 * self._WINDOWS)
         check_range("factor", factor, 1, low_open=True, high_open=True)
         check_count("restarts", restarts)
+        _check_sigma_is_given(optimizer)
         if optimizer.iteration or not optimizer.synced:
             raise ValueError(
                 f"optimizer must not have taken a step yet, got one at iteration "
@@ -141,6 +149,7 @@ class ResidualBalancing:
     ) -> None:
         check_range("ratio", ratio, 1, high_open=True)
         check_range("factor", factor, 1, low_open=True, high_open=True)
+        _check_sigma_is_given(optimizer)
         self._optimizer = optimizer
         self._ratio = ratio
         self._factor = factor

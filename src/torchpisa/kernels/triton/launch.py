@@ -90,7 +90,7 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
     scheme = own.scheme if isinstance(own, SecondMoment) else "identity"
     keep = _here(job.keep, launch)
     _count(launch, keep)
-    numbers, on_device = _numbers(launch, job.rho / job.sigma, _scale(job.move))
+    numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
     elementwise.local_step_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
@@ -138,7 +138,7 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
     orthogonal.norm_kernel[(tensors,)](
         largest, squares, peaks, norms, launch.first_block, BLOCK=BLOCK
     )
-    numbers, on_device = _numbers(launch, job.rho / job.sigma, _scale(job.move))
+    numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
     flags = _finish_flags(job, launch, on_device)
     del dtypes["GRAD_DTYPE"]
     log_perturbation = math.log(own.perturbation) if own.perturbation else -math.inf
@@ -174,7 +174,7 @@ def _count(launch: Launch, keep: Tensor | None) -> None:
 
 def _scale(move: Move | None) -> Scalar:
     """What the consensus multiplies U - lambda w by."""
-    return move.lr / (move.total_sigma + move.lr * move.consensus_decay) if move else 0.0
+    return move.scale() if move else 0.0
 
 
 def _numbers(launch: Launch, *values: Scalar) -> tuple[list[Scalar], bool]:
