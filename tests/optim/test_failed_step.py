@@ -49,14 +49,16 @@ def give_gradients(params, k):
 
 
 @pytest.mark.parametrize("settings", [{}, {"capturable": True}, {"foreach": False}])
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("call", range(1, 5))
+@pytest.mark.parametrize(
+    ("batches", "call"), [*((1, call) for call in (1, 2, 3)), *((2, call) for call in (1, 2, 3, 4))]
+)
 def test_an_error_in_a_preconditioner(batches, call, settings):
     params, trap, opt = setup(batches, **settings)
     others, _, smooth = setup(batches, **settings)
     for k in range(3):
         give_gradients(params, k), give_gradients(others, k)
         opt.step(), smooth.step()
+    failed = 0
     for k in range(3, 8):
         give_gradients(params, k), give_gradients(others, k)
         trap.falls = trap.calls + call
@@ -67,10 +69,11 @@ def test_an_error_in_a_preconditioner(batches, call, settings):
         except ZeroDivisionError:
             assert_unchanged(opt, before)
             assert sigmas == [[float(s) for s in group["sigma"]] for group in opt.param_groups]
+            failed += 1
             trap.falls = None
             opt.step()
         smooth.step()
-    trap.falls = None
+    assert failed
     for p, q in zip(params, others, strict=True):
         assert torch.equal(p.detach(), q.detach())
 
