@@ -11,17 +11,17 @@ from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.kernels import fused, native
 from torchpisa.kernels.optional import without_triton
 from torchpisa.penalty import LARGEST_SIGMA, grown
-from torchpisa.preconditioners import Identity, Preconditioner
+from torchpisa.preconditioners import Identity, Preconditioner, Spectral, SpectralConsensus
 
 KINDS = {
     "identity": (PISA, {}),
     "sisa": (SISA, {}),
     "sisa-adagrad": (SISA, {"scheme": "adagrad"}),
     "nsisa": (NSISA, {"ns_dtype": None}),
-    "misa": (MISA, {"ns_dtype": None}),
-    "misa-svd": (MISA, {"method": "svd"}),
-    "misa-local": (MISA, {"at": "local"}),
-    "misa-average": (MISA, {"at": "local", "average": 0.9}),
+    "consensus": (PISA, {"preconditioner": SpectralConsensus(spectral=Spectral(method="smooth"))}),
+    "consensus-svd": (PISA, {"preconditioner": SpectralConsensus(spectral=Spectral(method="svd"))}),
+    "spectral": (PISA, {"preconditioner": Spectral()}),
+    "spectral-average": (PISA, {"preconditioner": Spectral(average=0.9)}),
 }
 WAYS = {
     "loop": {"foreach": False},
@@ -44,11 +44,12 @@ def make(kind, way, monkeypatch, dtype=torch.float32, **more):
         monkeypatch.setattr(fused, "DEVICES", ["cuda", "cpu"])
     if way == "native" and native._library() is None:
         pytest.skip("needs a C compiler")
-    if (cls is MISA and WAYS[way].get("fused")) or (cls is NSISA and way == "native"):
+    if ("preconditioner" in own and "fused" in WAYS[way]) or (cls is NSISA and way == "native"):
         pytest.skip("has no such kernel")
     torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((4, 3), (5,))]
-    if cls in (NSISA, MISA) and "sigma" in more:
+    shapes = ((4, 3), (2, 5)) if kind.startswith("spectral") else ((4, 3), (5,))
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    if cls is NSISA and "sigma" in more:
         more["sisa_sigma"] = more["sigma"]
     return params, cls(params, **own, **WAYS[way], **more)
 
@@ -124,6 +125,19 @@ def test_after_200_000_rounds(kind, way, monkeypatch):
             else:
                 group["sigma"][slot] = value
     train(params, opt, 5 if way == "triton" else 100, seed=1)
+    assert_finite(params, opt)
+
+
+@pytest.mark.parametrize("way", ["loop", "foreach", "capturable"])
+def test_misa_has_no_penalty_to_grow(way):
+    """What takes its place, running averages of gradients that vanish, stays finite as well."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (5,))]
+    opt = MISA(params, ns_dtype=None, **WAYS[way])
+    for k in range(1000):
+        for p in params:
+            p.grad = p.detach() * 0.5 ** (k / 3)
+        opt.step()
     assert_finite(params, opt)
 
 

@@ -156,6 +156,7 @@ BAD_OWN = {
         BadInput({"beta": 0.0}, r"beta must be in \(0, 1\), got 0\.0"),
         BadInput({"eps": -1e-8}, r"eps must be a finite number >= 0, got -1e-08"),
         BadInput({"ns_steps": 0}, r"ns_steps must be an integer >= 1, got 0"),
+        BadInput({"ns_steps": 10**9}, r"ns_steps must be an integer <= 100, got 1000000000"),
         BadInput({"ns_dtype": torch.int8}, r"ns_dtype must be a real floating dtype.* got torch"),
     ],
 }

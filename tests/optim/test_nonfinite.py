@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.optim.table import ENTRIES
+from torchpisa import MISA, SISA
 from torchpisa.optim import nonfinite
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -54,6 +55,18 @@ def test_counts_as_zero_and_is_reported_by_the_next_step(entry, clip, value):
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     opt.flush()
+
+
+def test_groups_of_several_dtypes():
+    params = [nn.Parameter(torch.ones(2, 2, dtype=d)) for d in (torch.float32, torch.float64)]
+    for opt in (MISA(params, foreach=True), SISA(params, foreach=True)):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        params[1].grad[0, 0] = float("nan")
+        opt.step()
+        with pytest.raises(FloatingPointError, match="parameter 1 of group 0"):
+            opt.step()
+        assert all(p.isfinite().all() for p in params)
 
 
 @each

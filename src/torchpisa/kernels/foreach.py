@@ -332,7 +332,9 @@ def leave_out_nonfinite(grads: Tensors, flags: Sequence[Tensor]) -> Tensors:
     Nobody waits for a device to know which.
     """
     # A gradient so large that its square overflows counts as infinite.
-    good = torch.stack(torch._foreach_norm(grads)).isfinite()
+    norms = torch._foreach_norm(grads)
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    good = torch.stack([norm.to(dtype) for norm in norms]).isfinite()
     torch._foreach_add_(list(flags), good.logical_not().to(torch.float32).unbind())
     return [torch.where(keep, g, 0) for keep, g in zip(good.unbind(), grads, strict=True)]
 

@@ -441,12 +441,14 @@ class MISA(Optimizer):
         Raises:
             ValueError: an entry, which the message names, does not fit.
         """
-        checkpoint.load(
-            self,
-            state_dict,
-            _check_loaded,
-            lambda param, group, _: _fresh_state(param, group, _name_of(param, group)),
-        )
+        names: dict[int, dict[int, str | None]] = {}  # by group; looked up once for all of it
+
+        def fresh_state(param: Tensor, group: Group, _: int) -> State:
+            if id(group) not in names:
+                names[id(group)] = {id(other): name for name, other in _named(group)}
+            return _fresh_state(param, group, names[id(group)][id(param)])
+
+        checkpoint.load(self, state_dict, _check_loaded, fresh_state)
 
     def _report_nonfinite(self, wait: bool = False) -> None:
         self._watch.report(lambda params: nonfinite.named(params, self.param_groups), wait)
@@ -724,7 +726,7 @@ def _check_group(group: Group) -> None:
         check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
     check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
     check_range("eps", group["eps"], 0, high_open=True)
-    check_count("ns_steps", group["ns_steps"])
+    check_count("ns_steps", group["ns_steps"], high=100)
     arguments.check_ns_dtype(group["ns_dtype"])
     for flag in ("maximize", "capturable", "stochastic_rounding"):
         check_choice(flag, group[flag], (True, False))
