@@ -108,7 +108,7 @@ def corrupted(state_dict, rng):
         elif isinstance(value, torch.Tensor):
             holder[key] = other_tensor(value, rng)
         elif isinstance(value, bool | int | float) and way < 0.9:
-            holder[key] = rng.choice([value + 1, value - 1, -value, 2 * value, value * 1.5])
+            holder[key] = rng.choice([value + 1, value - 1, -value, 2 * value, value // 2])
         elif isinstance(holder, list):
             rng.shuffle(holder)
         else:
