@@ -13,11 +13,13 @@ from torchpisa.kernels.optional import without_triton
 from torchpisa.penalty import LARGEST_SIGMA, grown
 from torchpisa.preconditioners import Identity, Preconditioner, Spectral, SpectralConsensus
 
+# Only sigmas that were given grow by gamma.
+PAPER = {"sigma": 0.5, "rho": 1e3}
 KINDS = {
     "identity": (PISA, {}),
-    "sisa": (SISA, {}),
-    "sisa-adagrad": (SISA, {"scheme": "adagrad"}),
-    "nsisa": (NSISA, {"ns_dtype": None}),
+    "sisa": (SISA, PAPER),
+    "sisa-adagrad": (SISA, {"scheme": "adagrad", **PAPER}),
+    "nsisa": (NSISA, {"ns_dtype": None, "sisa_sigma": 0.5, "sisa_rho": 1e3}),
     "consensus": (PISA, {"preconditioner": SpectralConsensus(spectral=Spectral(method="smooth"))}),
     "consensus-svd": (PISA, {"preconditioner": SpectralConsensus(spectral=Spectral(method="svd"))}),
     "spectral": (PISA, {"preconditioner": Spectral()}),
@@ -51,7 +53,7 @@ def make(kind, way, monkeypatch, dtype=torch.float32, **more):
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     if cls is NSISA and "sigma" in more:
         more["sisa_sigma"] = more["sigma"]
-    return params, cls(params, **own, **WAYS[way], **more)
+    return params, cls(params, **{**own, **WAYS[way], **more})
 
 
 def train(params, opt, rounds, seed=0):

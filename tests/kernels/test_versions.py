@@ -33,7 +33,8 @@ def test_backward_through_stepped_weights_raises(cls, batches, way, monkeypatch)
         pytest.skip("has no such kernel")
     w = nn.Parameter(torch.ones(4, 3))
     x = torch.ones(2, 4, requires_grad=True)
-    opt = cls([w], batches=batches, **WAYS[way])
+    paper = {"sigma": 0.5, "rho": 1e3} if cls is SISA else {}
+    opt = cls([w], batches=batches, **paper, **WAYS[way])
     loss = (x @ w).square().sum()
     for _ in range(batches):
         loss.backward(retain_graph=True)

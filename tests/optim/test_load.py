@@ -12,6 +12,9 @@ from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.optim import misa
 from torchpisa.preconditioners import Preconditioner
 
+# SISA in the paper's terms; otherwise it has no sigma in its groups.
+PAPER = {"sigma": 0.5, "rho": 1e3}
+
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
 
@@ -185,7 +188,7 @@ def entries(opt, name, value, group=0):
     ],
 )
 def test_settings(name, value, message):
-    opt = SISA(parameters())
+    opt = SISA(parameters(), **PAPER)
     step(opt)
     before, broken = everything(opt), entries(opt, name, value)
     if message is not None:
@@ -199,7 +202,8 @@ def test_settings(name, value, message):
 
 
 def test_capturable_state_loads_into_an_optimizer_that_is_not():
-    a, b = SISA(parameters(), capturable=True, batches=2), SISA(parameters(), batches=2)
+    a = SISA(parameters(), capturable=True, batches=2, **PAPER)
+    b = SISA(parameters(), batches=2, **PAPER)
     step(a)
     b.load_state_dict(a.state_dict())
     assert all(isinstance(sigma, torch.Tensor) for sigma in b.param_groups[0]["sigma"])
@@ -349,6 +353,8 @@ def test_numpy_numbers_become_pythons(cls, tmp_path):
         "clip": numpy.float64(1.0),
         "maximize": numpy.bool_(True),
     }
+    if cls is NSISA:
+        settings |= {"sisa_sigma": numpy.float64(1.0), "sisa_rho": numpy.array([1.0, 2.0])}
     if cls is MISA:
         settings = {k: v for k, v in settings.items() if k not in ("sigma", "rho", "gamma")}
     opt = cls(parameters(), **settings)
@@ -399,6 +405,6 @@ def test_more_parameters_of_misa_are_not_looked_through_more_often(monkeypatch):
 def test_initial_consensus_leaves_frozen_parameters_alone():
     params = parameters()
     before = [p.detach().clone() for p in params]
-    SISA(params, initial_consensus=True, consensus_decay=1.0)
+    SISA(params, initial_consensus=True, consensus_decay=1.0, **PAPER)
     changed = [not torch.equal(p, q) for p, q in zip(params, before, strict=True)]
     assert changed == [True, True, False]

@@ -166,8 +166,9 @@ def test_counters_do_not_follow_the_default_dtype(entry, capturable, way):
         torch.set_default_dtype(torch.float32)
     assert opt.state[p][entry.key("step")] == other.state[p][entry.key("step")] == 257
     if capturable and entry.make is not MISA:
-        numbers = [n for o in (opt, other) for k in ("sigma", "rho") for n in o.param_groups[0][k]]
-        assert {number.dtype for number in numbers} == {torch.float32}
+        groups = [o.param_groups[0] for o in (opt, other)]
+        numbers = [n for group in groups for k in ("sigma", "rho") for n in group[k] or ()]
+        assert {number.dtype for number in numbers} <= {torch.float32}
     assert p.isfinite().all()
 
 
