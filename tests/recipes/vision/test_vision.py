@@ -290,7 +290,7 @@ def test_imagenet_models_train_from_folders(folders: Path, model: str) -> None:
     config = Config(
         "imagenet",
         (Task(model, ("adam",), 1, batch=4),),
-        **{"precision": "float32", "width": 1 / 32, "limit": 4},
+        **{"precision": "float32", "width": 1 / 8, "limit": 4},
     )
     (settings,) = plan(config).values()
     training = Training(settings, torch.device("cpu"), str(folders))
