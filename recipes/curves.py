@@ -22,6 +22,7 @@ LINES: list[Any] = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 SUFFIXES = {
     "sisa_steps": "SISA, published steps",
     "sisa_defaults": "SISA, defaults",
+    "misa_adam_rate": "MISA, Adam's rate",
 }
 
 
