@@ -116,4 +116,4 @@ def distances(kind: str, features: str, found: dict[str, list[Run]]) -> str:
             ]
         )
     heads = ["", "settings", "seeds", f"FID ({features})", "paper, 100 epochs (Inception)"]
-    return markdown([*heads, "seconds per epoch"], lines)
+    return markdown([*heads, "seconds per epoch, shared"], lines)
