@@ -137,22 +137,27 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
         grid = figure.subplots(len(rows), columns, squeeze=False)
         handles: dict[str, Any] = {}
         for axes, panel in zip(grid.flat, panels, strict=True):
-            shown: list[list[float]] = []
+            shown = {label: average(panel, runs) for label, runs in panel.curves.items()}
+            within = limits([mean for _, mean, _ in shown.values()])
+            low, high = within or (-math.inf, math.inf)
             for number, label in enumerate(labels):
-                if label in panel.curves:
-                    x, mean, deviation = average(panel, panel.curves[label])
-                    shown.append(mean)
-                    line = LINES[number // len(COLOURS) % len(LINES)]
-                    colour = COLOURS[number % len(COLOURS)]
-                    (handles[label],) = axes.plot(x, mean, color=colour, ls=line, lw=1.2)
-                    if any(deviation):
-                        low = [m - d for m, d in zip(mean, deviation, strict=True)]
-                        high = [m + d for m, d in zip(mean, deviation, strict=True)]
-                        axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
+                if label not in shown:
+                    continue
+                x, mean, deviation = shown[label]
+                line = LINES[number // len(COLOURS) % len(LINES)]
+                colour = COLOURS[number % len(COLOURS)]
+                (handles[label],) = axes.plot(x, mean, color=colour, ls=line, lw=1.2)
+                axes.fill_between(
+                    *(x, [m - d for m, d in zip(mean, deviation, strict=True)]),
+                    [m + d for m, d in zip(mean, deviation, strict=True)],
+                    where=[
+                        d > 0 and low <= m <= high for m, d in zip(mean, deviation, strict=True)
+                    ],
+                    **{"color": colour, "alpha": 0.2, "lw": 0},
+                )
             axes.set_title(panel.title, fontsize=9)
             axes.set_ylabel(panel.label, fontsize=8)
             axes.set_yscale("log" if panel.log else "linear")
-            within = limits(shown)
             if within is not None:
                 axes.set_ylim(*within)
             axes.grid(color=INK, alpha=0.2, lw=0.6)

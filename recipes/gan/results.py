@@ -77,7 +77,7 @@ def check(results: Results) -> list[Check]:
 def draw(results: Results, path: Path) -> None:
     """The distance over epochs, a panel per kind."""
     row = [
-        Panel(KINDS[kind], f"FID, {features}", found, "epoch", "fid", log=True)
+        Panel(KINDS[kind], f"FID, {features}", found, "epoch", "fid")
         for (kind, features), found in panels(results).items()
     ]
     curves.draw([row], path, "gan", "epoch")
