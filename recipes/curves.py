@@ -18,10 +18,12 @@ __all__ += ["mean_sd", "title"]
 Run = dict[str, Any]
 """What is saved of a run."""
 
+FAR = 5.0  # times the usual median: a curve there is one of a training that failed
 LINES: list[Any] = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 SUFFIXES = {
     "sisa_steps": "SISA, published steps",
     "sisa_defaults": "SISA, defaults",
+    "misa_adam_rate": "MISA, Adam's rate",
 }
 
 
@@ -111,7 +113,8 @@ def learns(results: Results, column: str, words: str) -> list[Check]:
     for name, run in results["runs"].items():
         first, last = run[column][0], run[column][-1]
         holds = None not in (first, last) and last < first
-        checks.append(Check(name, f"the {words} falls", f"from {first:.4g} to {last:.4g}", holds))
+        said = " to ".join("-" if value is None else f"{value:.4g}" for value in (first, last))
+        checks.append(Check(name, f"the {words} falls", f"from {said}", holds))
     return checks
 
 
@@ -134,19 +137,29 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
         grid = figure.subplots(len(rows), columns, squeeze=False)
         handles: dict[str, Any] = {}
         for axes, panel in zip(grid.flat, panels, strict=True):
+            shown = {label: average(panel, runs) for label, runs in panel.curves.items()}
+            within = limits([mean for _, mean, _ in shown.values()])
+            low, high = within or (-math.inf, math.inf)
             for number, label in enumerate(labels):
-                if label in panel.curves:
-                    x, mean, deviation = average(panel, panel.curves[label])
-                    line = LINES[number // len(COLOURS) % len(LINES)]
-                    colour = COLOURS[number % len(COLOURS)]
-                    (handles[label],) = axes.plot(x, mean, color=colour, ls=line, lw=1.2)
-                    if any(deviation):
-                        low = [m - d for m, d in zip(mean, deviation, strict=True)]
-                        high = [m + d for m, d in zip(mean, deviation, strict=True)]
-                        axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
+                if label not in shown:
+                    continue
+                x, mean, deviation = shown[label]
+                line = LINES[number // len(COLOURS) % len(LINES)]
+                colour = COLOURS[number % len(COLOURS)]
+                (handles[label],) = axes.plot(x, mean, color=colour, ls=line, lw=1.2)
+                axes.fill_between(
+                    *(x, [m - d for m, d in zip(mean, deviation, strict=True)]),
+                    [m + d for m, d in zip(mean, deviation, strict=True)],
+                    where=[
+                        d > 0 and low <= m <= high for m, d in zip(mean, deviation, strict=True)
+                    ],
+                    **{"color": colour, "alpha": 0.2, "lw": 0},
+                )
             axes.set_title(panel.title, fontsize=9)
             axes.set_ylabel(panel.label, fontsize=8)
             axes.set_yscale("log" if panel.log else "linear")
+            if within is not None:
+                axes.set_ylim(*within)
             axes.grid(color=INK, alpha=0.2, lw=0.6)
             axes.spines[["top", "right"]].set_visible(False)
         figure.legend(
@@ -157,6 +170,18 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
+def limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """The range of a panel where curves far above the others leave it; None if there are none."""
+    some = [list(values) for values in curves if values]
+    if not some:
+        return None
+    usual = FAR * statistics.median(statistics.median(values) for values in some)
+    calm = [value for values in some if statistics.median(values) < usual for value in values]
+    room = 0.05 * (max(calm) - min(calm))
+    wild = max(max(values) for values in some) > 2 * max(calm)
+    return (min(calm) - room, max(calm) + room) if wild else None
+
+
 def average(panel: Panel, runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]]:
     """Mean and standard deviation over the runs that got that far, where there is a value."""
     points: dict[float, list[float]] = {}
@@ -164,5 +189,7 @@ def average(panel: Panel, runs: Sequence[Run]) -> tuple[list[float], list[float]
         for x, y in zip(run[panel.x], run[panel.y], strict=True):
             if y is not None and math.isfinite(y):
                 points.setdefault(x, []).append(y * panel.scale)
-    spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in points.values()]
-    return list(points), [statistics.fmean(values) for values in points.values()], spread
+    places = sorted(points)
+    means = [statistics.fmean(points[x]) for x in places]
+    spread = [statistics.stdev(points[x]) if len(points[x]) > 1 else 0.0 for x in places]
+    return places, means, spread

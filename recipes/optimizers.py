@@ -226,7 +226,7 @@ def build_muon(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     options = dict(choice.options)
     rest_lr, decay = options.pop("rest_lr"), options.get("weight_decay", 0.0)
     groups = [
-        {"params": [param for _, param in group["params"]], "use_muon": group["orthogonalize"]}
+        {"params": [param for _, param in group["params"]], "use_muon": group["matrix"]}
         for group in split(model)
     ]
     return Muon(groups, adamw_lr=rest_lr, adamw_wd=decay, **options)

@@ -117,6 +117,7 @@ class Pass:
         inputs: examples.
         changes: tensors that `loss` changes, such as buffers; capturing leaves them as they were.
         graph: whether to capture a graph. Only on a GPU.
+        like: a pass whose memory this one may use too: they never run at the same time.
     """
 
     def __init__(
@@ -126,17 +127,21 @@ class Pass:
         inputs: Sequence[Tensor],
         changes: Iterable[Tensor] = (),
         graph: bool = True,
+        like: "Pass | None" = None,
     ) -> None:
         self.loss, self.params = loss, list(params)
         self.graph: torch.cuda.CUDAGraph | None = None
         if graph and self.params[0].is_cuda:
             try:
-                self.capture(inputs, list(changes))
+                pool = None if like is None or like.graph is None else like.graph.pool()
+                self.capture(inputs, list(changes), pool)
             except RuntimeError as error:  # such as an operation that cannot be captured
                 self.graph = None
                 warnings.warn(f"no CUDA graph, so this is slower: {error}", stacklevel=2)
 
-    def capture(self, inputs: Sequence[Tensor], changes: Sequence[Tensor]) -> None:
+    def capture(
+        self, inputs: Sequence[Tensor], changes: Sequence[Tensor], pool: Any = None
+    ) -> None:
         """Capture the graph; leaves random state and what the loss changes as they were."""
         self.inputs = [tensor.clone() for tensor in inputs]
         self.grads = [
@@ -152,7 +157,7 @@ class Pass:
         torch.cuda.current_stream().wait_stream(aside)
         self.clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             self.output = self.backward(self.inputs)
             torch._foreach_copy_(self.grads, [param.grad for param in self.params])
         self.graph = graph

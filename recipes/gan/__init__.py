@@ -8,7 +8,7 @@ from recipes.recipe import Recipe
 __all__ = ["RECIPE"]
 
 RECIPE = Recipe(
-    title="WGAN and WGAN-GP on CIFAR-10, Figure 5 and Table 5",
+    title="WGAN and WGAN-GP on CIFAR-10, Figure 3 and Table 4",
     presets=PRESETS,
     plan=plan,
     run=run,

@@ -77,7 +77,7 @@ def check(results: Results) -> list[Check]:
 def draw(results: Results, path: Path) -> None:
     """The distance over epochs, a panel per kind."""
     row = [
-        Panel(KINDS[kind], f"FID, {features}", found, "epoch", "fid", log=True)
+        Panel(KINDS[kind], f"FID, {features}", found, "epoch", "fid")
         for (kind, features), found in panels(results).items()
     ]
     curves.draw([row], path, "gan", "epoch")
@@ -116,4 +116,4 @@ def distances(kind: str, features: str, found: dict[str, list[Run]]) -> str:
             ]
         )
     heads = ["", "settings", "seeds", f"FID ({features})", "paper, 100 epochs (Inception)"]
-    return markdown([*heads, "seconds per epoch"], lines)
+    return markdown([*heads, "seconds per epoch, shared"], lines)

@@ -182,7 +182,8 @@ class Training:
             loss = self.critic_loss if name == "critic" else self.generator_loss
             params = (self.critic if name == "critic" else self.generator).parameters()
             changes = [*self.generator.buffers(), *self.critic.buffers(), self._sums]
-            self._passes[name] = Pass(loss, params, inputs, changes)
+            first = next(iter(self._passes.values()), None)
+            self._passes[name] = Pass(loss, params, inputs, changes, like=first)
         self._passes[name](*inputs)
 
     # Pictures

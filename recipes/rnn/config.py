@@ -135,9 +135,9 @@ PRESETS = {
     ),
     "short": Config(
         (
-            Task(1, SHORT, 30, schedule=COSINE),
-            Task(2, SHORT[:3], 12, schedule=COSINE),
-            Task(3, SHORT[:3], 12, schedule=COSINE),
+            Task(1, SHORT, 20, schedule=COSINE),
+            Task(2, SHORT[:3], 8, schedule=COSINE),
+            Task(3, SHORT[:3], 8, schedule=COSINE),
         ),
     ),
     "paper": Config(

@@ -127,4 +127,4 @@ def perplexities(layers: int, found: dict[str, list[Run]]) -> str:
             ]
         )
     heads = ["", "settings", "seeds", "validation perplexity", "test perplexity"]
-    return markdown([*heads, "paper, 200 epochs", "seconds per epoch"], lines)
+    return markdown([*heads, "paper, 200 epochs", "seconds per epoch, shared"], lines)

@@ -115,7 +115,8 @@ class Training:
         own = self._passes.get(len(words))
         if own is None:
             changes = [*self.hidden, self._loss]
-            own = Pass(self.loss, self.model.parameters(), (words, targets), changes)
+            first = next(iter(self._passes.values()), None)
+            own = Pass(self.loss, self.model.parameters(), (words, targets), changes, like=first)
             self._passes[len(words)] = own
         own(words, targets)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)

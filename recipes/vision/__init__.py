@@ -8,7 +8,7 @@ from recipes.vision.run import lacks, ready, run
 __all__ = ["RECIPE"]
 
 RECIPE = Recipe(
-    title="Image classification, Figures 1 and 3 and Table 3: CIFAR-10 and ImageNet",
+    title="Image classification on CIFAR-10 and ImageNet, Figures 1 and 5 and Table 3",
     presets=PRESETS,
     plan=plan,
     run=run,

@@ -63,7 +63,8 @@ def choices(dataset: str, model: str, names: Sequence[str], epochs: int) -> tupl
     """The optimizers of a model by name.
 
     Besides the names of `recipes.optimizers`: "sisa" is the paper's row, "sisa_steps" the row with
-    the published script's schedule instead of gamma, "sisa_defaults" SISA as it comes.
+    the published script's schedule instead of gamma, "sisa_defaults" SISA as it comes,
+    "misa_adam_rate" MISA with the learning rate that Adam has here.
     """
     row = ROWS[f"{dataset}/{model}"]
     made = []
@@ -78,6 +79,8 @@ def choices(dataset: str, model: str, names: Sequence[str], epochs: int) -> tupl
             made.append(Choice("sisa", L2, label=name))
         elif name == "misa":
             made.append(Choice("misa", MISA))
+        elif name == "misa_adam_rate":
+            made.append(Choice("misa", {"lr": BASELINES["adam"]["lr"], **MISA}, label=name))
         elif name == "nsisa":
             made.append(Choice("nsisa", L2))
         else:
@@ -151,7 +154,7 @@ PRESETS = {
     "short": Config(
         "cifar10",
         (
-            Task("vgg11", SHORT, 30, seeds=3, schedule=COSINE),
+            Task("vgg11", (*SHORT, "misa_adam_rate"), 30, seeds=3, schedule=COSINE),
             Task("resnet34", SHORT, 30, schedule=COSINE),
             Task("densenet121", SHORT, 30, schedule=COSINE),
         ),

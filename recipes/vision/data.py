@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from recipes import datasets
 
-__all__ = ["Images", "load"]
+__all__ = ["Images", "augment", "load", "normalise"]
 
 PADDING = 4  # pixels around an image from which a crop of its size is taken
 STATISTICS = {
@@ -75,9 +75,14 @@ class Images:
         return images, self.labels[order]
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Return bytes as float32 of mean 0 and deviation 1 per channel, channels last."""
-        x = images.float() * self.scale + self.shift
-        return x.contiguous(memory_format=torch.channels_last)
+        """Return bytes as float32 of mean 0 and deviation 1 per channel."""
+        return normalise(images, self.scale, self.shift)
+
+
+def normalise(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return bytes as float32, scaled and shifted; on a GPU with channels last."""
+    x = images.float() * scale + shift
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:

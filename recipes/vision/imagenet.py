@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.datasets import data_folder
+from recipes.vision.data import normalise
 
 __all__ = ["Folders", "load", "locate"]
 
@@ -157,9 +158,8 @@ class Folders:
             )
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Return bytes as float32 of mean 0 and deviation 1 per channel, channels last."""
-        x = images.float() * self.scale + self.shift
-        return x.contiguous(memory_format=torch.channels_last)
+        """Return bytes as float32 of mean 0 and deviation 1 per channel."""
+        return normalise(images, self.scale, self.shift)
 
 
 @functools.lru_cache(maxsize=1)

@@ -113,4 +113,4 @@ def accuracies(model: str, found: dict[str, list[Run]]) -> str:
             ]
         )
     heads = ["", "settings", "seeds", "test accuracy, %", "best epoch's", "paper, 200 epochs"]
-    return markdown([*heads, "training loss", "seconds per epoch"], lines)
+    return markdown([*heads, "training loss", "seconds per epoch, shared"], lines)

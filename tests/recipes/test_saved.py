@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import heterogeneity, language
+from recipes import gan, heterogeneity, language, vision
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
 from recipes.heterogeneity.report import overview
@@ -25,6 +25,8 @@ def saved(name: str) -> Results:
         ("heterogeneity", heterogeneity.RECIPE),
         ("language", language.RECIPE),
         ("language_seed1", language.RECIPE),
+        ("vision", vision.RECIPE),
+        ("gan", gan.RECIPE),
     ],
 )
 def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
@@ -37,7 +39,13 @@ def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [("heterogeneity", heterogeneity.RECIPE), ("language", language.RECIPE)]
+    ("name", "recipe"),
+    [
+        ("heterogeneity", heterogeneity.RECIPE),
+        ("language", language.RECIPE),
+        ("vision", vision.RECIPE),
+        ("gan", gan.RECIPE),
+    ],
 )
 def test_page_is_the_report_of_the_results(name: str, recipe: Recipe) -> None:
     assert recipe.report is not None
@@ -51,7 +59,13 @@ def test_readme_shows_the_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [("heterogeneity", heterogeneity.RECIPE), ("language", language.RECIPE)]
+    ("name", "recipe"),
+    [
+        ("heterogeneity", heterogeneity.RECIPE),
+        ("language", language.RECIPE),
+        ("vision", vision.RECIPE),
+        ("gan", gan.RECIPE),
+    ],
 )
 def test_saved_statements_follow_from_the_results(name: str, recipe: Recipe) -> None:
     results = saved(name)
