@@ -84,4 +84,4 @@ def hidden_matrices(module: nn.Module) -> list[dict[str, Any]]:
     hidden, rest = [], []
     for name, param in module.named_parameters():
         (hidden if ".preprocess." in name and param.dim() == 2 else rest).append((name, param))
-    return [{"params": hidden, "orthogonalize": True}, {"params": rest, "orthogonalize": False}]
+    return [{"params": hidden, "matrix": True}, {"params": rest, "matrix": False}]
