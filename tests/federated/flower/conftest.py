@@ -4,6 +4,8 @@ import os
 import warnings
 from pathlib import Path
 
+import pytest
+
 os.environ.update(
     FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", RAY_USAGE_STATS_ENABLED="0"
 )
@@ -15,3 +17,13 @@ try:
 except ImportError:
     names = {file.name for file in Path(__file__).parent.glob("*.py")}
     collect_ignore += sorted(names - {"__init__.py", "conftest.py", "test_imports.py"})
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory):
+    """Forks the processes of all deployments."""
+    from tests.federated.flower.deployment import Nursery
+
+    started = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield started
+    started.close()
