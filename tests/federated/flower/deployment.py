@@ -305,8 +305,7 @@ root-certificates = "{self.secrets / "ca.crt"}"
     def _progress(self) -> object:
         """Whatever changes when something happens: checkpoint and logs, but for mere polling."""
         sizes = {
-            file.name: len(_POLLS.sub(b"", file.read_bytes()))
-            for file in self.folder.glob("*.log")
+            file.name: len(_POLLS.sub(b"", file.read_bytes())) for file in self.folder.glob("*.log")
         }
         return self.iteration, sizes
 

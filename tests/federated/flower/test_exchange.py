@@ -40,7 +40,7 @@ class Mailbox:
 
 
 def answered(grid, messages=None, seconds=0.2):
-    replies = exchange(grid, messages or list(grid.answers), seconds, 0.01)
+    replies = exchange(grid, messages or list(grid.answers), seconds, 0.01, 10**6)
     return [reply.metadata.reply_to_message_id for reply in replies]
 
 
@@ -82,13 +82,13 @@ def test_updates_are_not_held_once_there_is_a_comparison():
     server.start(grid, arrays(model()), 1)
     messages = server.configure_train(2, arrays(model()), ConfigRecord(), grid)
     ids = grid.push_messages(messages)
-    shares = {name: 0.25 for name in server.clients}
+    samples = {name: client.samples for name, client in server.clients.items()}
     for screen, held in ((Screen(), 4), (server._screen, 0)):
-        tally = Tally(SETTING, server._opened, screen, shares)
+        tally = Tally(SETTING, server._opened, screen, samples)
         for name, message_id in zip("0123", ids, strict=True):
             tally.take(name, *_again(grid, message_id))
         assert len(tally._held) == held
-        assert tally.close()[1] == 1.0
+        assert tally.close()[1] == pytest.approx(1.0)
         assert sorted(tally.present) == ["0", "1", "2", "3"]
 
 

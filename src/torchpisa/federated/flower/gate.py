@@ -14,7 +14,6 @@ from base64 import b64decode
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ import uvicorn
 from flwr.proto.fleet_pb2 import PullMessagesResponse
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 
-__all__ = ["Gate", "fingerprint", "run_gate"]
+from torchpisa.federated.flower.wire import fingerprint
+
+__all__ = ["Gate", "run_gate"]
 
 _log = logging.getLogger("torchpisa.gate")
 
@@ -158,11 +159,6 @@ class Gate:
         while len(self._nodes) > _NODES:
             self._nodes.popitem(last=False)
         return node
-
-
-def fingerprint(public_key: bytes) -> str:
-    """A short name for a public key."""
-    return sha256(public_key).hexdigest()
 
 
 def _authentic(headers: dict[str, str]) -> str:
