@@ -53,8 +53,10 @@ class Checkpoint:
         ledger: what each client has added to the server's memory; see `Ledger`.
         sizes: of the updates of recent rounds, for the screen.
         evicted: clients that are not let in again.
+        lives: of clients that have left: what they remember is void if they come back.
         generation: how often the checkpoint was written.
         run: Flower's id of the run that wrote it.
+        setting: algorithm and seed, which must stay the same.
     """
 
     training: str
@@ -63,6 +65,7 @@ class Checkpoint:
     ledger: dict[str, Fields] = field(default_factory=dict)
     sizes: list[list[Sizes]] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
+    lives: dict[str, int] = field(default_factory=dict)
     generation: int = 0
     run: str = ""
     setting: dict[str, Any] = field(default_factory=dict)

@@ -18,7 +18,14 @@ from torchpisa.federated.algorithms.base import Fields
 from torchpisa.federated.flower import files
 from torchpisa.federated.flower.wire import PayloadError, arrays_of, tensors_of
 
-__all__ = ["FolderStore", "Memory", "MemoryMismatchError", "RunStore", "Store"]
+__all__ = [
+    "FolderStore",
+    "Memory",
+    "MemoryMismatchError",
+    "RunStore",
+    "Store",
+    "training_folder",
+]
 
 NONE = -1
 """The iteration of no update at all."""
@@ -110,7 +117,7 @@ class FolderStore:
     """
 
     def __init__(self, folder: Path, training: str, name: str) -> None:
-        self.file = folder / _one_name(training) / f"{_one_name(name)}.pt"
+        self.file = training_folder(folder, training) / f"{_one_name(name)}.pt"
 
     def load(self) -> Memory:
         saved = files.load(self.file)
@@ -118,6 +125,11 @@ class FolderStore:
 
     def save(self, memory: Memory) -> None:
         files.save(self.file, vars(memory))
+
+
+def training_folder(folder: Path, training: str) -> Path:
+    """Where the clients in a folder keep their memory of a training: always inside that folder."""
+    return folder / _one_name(training)
 
 
 def _one_name(text: str) -> str:

@@ -67,6 +67,7 @@ class Roster:
         online: the nodes that are.
         refused: why a node was not let in.
         evicted: names that are not let in.
+        lives: of clients that have left.
         aside: why a client is not asked any more in this run.
         started: whether training has begun. Before, shares are not known yet.
     """
@@ -81,6 +82,7 @@ class Roster:
         self.online: set[int] = set()
         self.refused: dict[int, str] = {}
         self.evicted: set[str] = set()
+        self.lives: dict[str, int] = {}
         self.aside: dict[str, str] = {}
         self.started = False
         self._patience = patience
@@ -142,7 +144,7 @@ class Roster:
         if client is None:
             if self.started and not self._may_join(node, name, samples):
                 return
-            client = Client(samples, key=key, name=name)
+            client = Client(samples, life=self.lives.get(name, 0), key=key, name=name)
             self._joined(client)
             self.clients[name] = client
         elif self._admission.bind_names and key is not None:
@@ -232,6 +234,7 @@ class Roster:
         """Take a client off the roster; its node is not asked again."""
         client = self.clients.pop(name)
         self.evicted.add(name)
+        self.lives[name] = client.life + 1
         for node in [node for node, known in self._names.items() if known == name]:
             del self._names[node]
             self._refuse(node, f"client {name!r} was evicted")

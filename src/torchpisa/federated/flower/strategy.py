@@ -262,7 +262,7 @@ class FederatedStrategy(Strategy):
             return
         self._training, self._server = saved.training, saved.server
         self._generation = saved.generation
-        self._roster.evicted = set(saved.evicted)
+        self._roster.evicted, self._roster.lives = set(saved.evicted), saved.lives
         self._roster.started = True
         for name, record in saved.clients.items():
             self._roster.clients[name] = Client(**vars(record), name=name)
@@ -476,6 +476,7 @@ class FederatedStrategy(Strategy):
             {} if self._ledger is None else self._ledger.sums,
             self._screen.history,
             sorted(self._roster.evicted),
+            self._roster.lives,
             self._generation,
             self._run,
         )

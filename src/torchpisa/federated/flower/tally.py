@@ -117,9 +117,10 @@ class Tally:
 
     def _read(self, name: str, content: flwr.app.RecordDict) -> Message:
         answered, claimed = entry(content, "iteration", int), entry(content, "name", str)
-        if (answered, claimed) != (self._server.iteration, name):
+        iteration = self._server.iteration
+        if (answered, claimed) != (iteration, name):
             raise PayloadError(
-                f"this is update {answered} of client {claimed!r}, not update {self._server.iteration}"
+                f"this is update {answered} of client {claimed!r}, not update {iteration}"
             )
         found = numbers(content)
         if found.keys() != self._like.numbers.keys():
