@@ -26,6 +26,7 @@ from flwr.serverapp.strategy import (
 from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
+from tests.federated.flower.deployment import example_module
 from tests.federated.flower.fake import (
     SETTING,
     app,
@@ -685,3 +686,24 @@ def test_old_trainings_are_listed_and_removed(tmp_path, capsys):
     (folder / names[1] / "mine.txt").write_text("keep")
     assert command(["remove", str(folder), names[1]]) == 1
     assert (folder / names[1] / "mine.txt").exists()
+
+
+def test_certificates_made_twice_explain_themselves(tmp_path, capsys, monkeypatch):
+    certificates = example_module("certificates.py")
+    folder = tmp_path / "federation"
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["certificates.py", str(folder), *arguments])
+        certificates.main()
+        return capsys.readouterr().out
+
+    assert "for server.example, localhost, 127.0.0.1" in run("--host", "server.example")
+    assert f"made: {folder}/node-0, {folder}/node-0.pub" in run("--nodes", "1")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    said = run("--host", "other.example", "--nodes", "1")
+    assert "kept: " in said
+    assert "server.key, for server.example, localhost, 127.0.0.1" in said
+    assert "node-0; --first says where the numbers of further nodes begin" in said
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "node-0").stat().st_mode) == 0o600

@@ -15,7 +15,7 @@ import torch
 from tests.federated.flower.deployment import EXAMPLE, Deployment, example_module
 from tests.federated.flower.fake import imbalance_of
 from torchpisa.federated import SISA, FullGradient, Simulation, accuracy
-from torchpisa.federated.flower import files
+from torchpisa.federated.flower import checkpoint, files
 
 CLIENTS = 3
 
@@ -184,3 +184,63 @@ def test_lies_do_not_reach_the_model(task, tmp_path, nursery):
         participation=lambda iteration: honest if iteration in lies else range(CLIENTS),
     )
     assert_close(files.load(tmp_path / "server.pt"), expected)
+
+
+def test_junk_is_not_read_and_its_sender_is_put_aside(task, tmp_path, nursery):
+    """24 MB in every round, where 2,600 bytes are due; the gate lets it pass."""
+    rounds = 5
+    app = shutil.copytree(EXAMPLE, tmp_path / "app")
+    shutil.copy(Path(__file__).with_name("junk.py"), app / "federated_digits" / "client_app.py")
+    with Deployment(tmp_path, CLIENTS, nursery, max_reply="64M") as deployment:
+        deployment.superlink()
+        deployment.nodes(CLIENTS)
+        deployment.train(app, rounds=rounds, deadline=100.0)
+        deployment.reach(rounds)
+        said = deployment.log("superlink")
+    assert said.count("the update of client '1' is rejected: the answer is larger than") == 2, said
+    assert "client '1' is put aside for the rest of this run" in said
+    honest = [number for number in range(CLIENTS) if number != 1]
+    expected = alone(task, rounds, participation=lambda iteration: honest)
+    assert_close(files.load(tmp_path / "server.pt"), expected)
+
+
+def test_second_run_and_a_stolen_name(tmp_path, nursery):
+    with Deployment(tmp_path, CLIENTS + 1, nursery) as deployment:
+        deployment.superlink()
+        deployment.nodes(CLIENTS)
+        first = deployment.train(rounds=100_000, deadline=60.0)
+        deployment.reach(2)
+        second = deployment.train(rounds=100_000, deadline=60.0)
+        deployment.wait(
+            lambda: f"run {second} is refused: run {first}" in deployment.log("superlink"),
+            "the second run to be refused",
+        )
+        deployment.flwr("stop", first, "test")
+        deployment.wait(lambda: not held(deployment.checkpoint), "the first run to stop")
+        # Before the next one starts, another node that is registered takes the name of client 2.
+        deployment.kill("node-2")
+        deployment.register(CLIENTS)
+        deployment.node(CLIENTS, partition=2)
+        done = deployment.iteration
+        deployment.train(rounds=done + 6, deadline=10.0)
+        deployment.wait(
+            lambda: "claims to be client '2', who has another key" in deployment.log("superlink"),
+            "the thief to be refused",
+        )
+        deployment.node(2, ready=False)  # the real one is back
+        deployment.reach(done + 6)
+        stolen = deployment.log(f"node-{CLIENTS}")
+    assert "Receiving: train" not in stolen
+    saved = files.load(tmp_path / "server.pt")
+    assert saved["server"]["iteration"] == done + 6
+    assert len({client["key"] for client in saved["clients"].values()}) == CLIENTS
+    assert imbalance_of(saved, tmp_path / "memory") < 1e-5
+
+
+def held(file):
+    """Whether a run has the lock of a checkpoint."""
+    try:
+        with checkpoint.locked(file, "of a test"):
+            return False
+    except checkpoint.InUseError:
+        return True
