@@ -289,12 +289,14 @@ root-certificates = "{self.secrets / "ca.crt"}"
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Until `done()`, as long as something moves; otherwise the logs are in the error."""
-        start = moved = time.monotonic()
+        start = moved = looked = time.monotonic()
         seen = None
         while not done():
             now = time.monotonic()
-            if (state := self._progress()) != seen:
-                seen, moved = state, now
+            if now >= looked:  # not every time: it reads all logs
+                looked = now + 3
+                if (state := self._progress()) != seen:
+                    seen, moved = state, now
             if now - moved > STALL or now - start > LIMIT:
                 raise TimeoutError(
                     f"waited {now - start:.0f} s for {what}, the last {now - moved:.0f} s of them "

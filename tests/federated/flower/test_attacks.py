@@ -143,7 +143,7 @@ def test_nobody_trains(mistake, tmp_path):
 
 
 def test_one_refusal_does_not_end_a_run_that_draws_few():
-    grid, server = federation(None), strategy(participation=0.25)
+    grid, server = federation(None), strategy(participation=0.25, deadline=60.0)
     grid.add(2, app(SISA(sigma=6.0, rho=1.0)), "2")
     start(grid, server, 12)
     assert server.server.iteration == 12

@@ -48,7 +48,7 @@ def assert_close(saved, simulation):
 
 def test_equals_simulation_and_strangers_stay_outside(task, tmp_path, nursery):
     """A stranger has reached the gate and has ca.crt, which is public."""
-    rounds = 8
+    rounds = 6
     with Deployment(tmp_path, CLIENTS + 1, nursery) as deployment:
         deployment.superlink()
         deployment.nodes(CLIENTS)
@@ -126,7 +126,7 @@ def test_documented_superlinks_are_not_on_the_network():
 
 
 def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
-    rounds = 12
+    rounds = 10
     chance = random.Random(5)
     victims = chance.sample(range(CLIENTS), 2)
     # The server is killed after round 5; the last rounds are for everybody.
@@ -158,7 +158,7 @@ def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
     network = task.model()
     network.load_state_dict(saved["server"]["weights"])
     with torch.no_grad():
-        assert abs(measure(network)["accuracy"] - undisturbed) <= 1
+        assert measure(network)["accuracy"] >= undisturbed - 0.5
     assert undisturbed > 90
 
 

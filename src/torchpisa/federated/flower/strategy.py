@@ -362,23 +362,27 @@ class FederatedStrategy(Strategy):
         while not self._roster.reachable and time.monotonic() < end:
             time.sleep(self._poll)
             self._roster.update(grid)
-        self._chosen = self._draw(self.server.iteration)
+        online = {client.name for client in self._roster.reachable}
+        attempt = self._attempt
+        self._chosen = self._draw(self.server.iteration, attempt)
+        while online and not online & set(self._chosen):  # another draw rather than no round
+            attempt += 1
+            self._chosen = self._draw(self.server.iteration, attempt)
         return [
             (client, client.node)
             for client in self._roster.reachable
             if client.name in self._chosen and client.node is not None
         ]
 
-    def _draw(self, iteration: int) -> list[str]:
+    def _draw(self, iteration: int, attempt: int) -> list[str]:
         names = self._roster.names
         if not names:
             return []
         count = max(1, round(self._participation * len(names)))
         if count == len(names):
             return names
-        # Those drawn first may all be offline: another attempt is another draw.
-        attempt = (self._attempt,) if self._attempt else ()
-        order = permutation(len(names), "participation", self._seed, iteration, *attempt)
+        again = (attempt,) if attempt else ()
+        order = permutation(len(names), "participation", self._seed, iteration, *again)
         return [names[i] for i in sorted(order[:count].tolist())]
 
     def _message(
