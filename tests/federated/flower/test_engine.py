@@ -18,7 +18,7 @@ from tests.federated.flower.deployment import (
     end_marked,
     example_module,
 )
-from tests.federated.flower.ports import free_port
+from tests.federated.flower.ports import free_port, listens
 from torchpisa.federated import SISA, FullGradient, Simulation
 from torchpisa.federated.flower import files
 
@@ -29,10 +29,7 @@ BIN = Path(sys.executable).parent
 
 def test_simulation_engine_equals_ours(tmp_path):
     pytest.importorskip("ray", reason="needs Ray: pip install torchpisa[flower]")
-    rounds, port, mark = 3, free_port(), uuid.uuid4().hex
-    (tmp_path / "config.toml").write_text(
-        f'[superlink.test]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
+    rounds, mark = 3, uuid.uuid4().hex
     environment = {
         **os.environ,
         **ENVIRONMENT,
@@ -41,17 +38,12 @@ def test_simulation_engine_equals_ours(tmp_path):
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "RAY_TMPDIR": "/tmp",  # its sockets need a short path
     }
-    superlink = [
-        *(BIN / "flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"),
-        *("--port", str(port), "--disable-runtime-dependency-installation"),
-    ]
     run = [
         *(BIN / "flwr", "run", EXAMPLE, "test", "--federation-config", "num-supernodes=3"),
         *("--run-config", f'rounds={rounds} poll=0.1 checkpoint="{tmp_path / "server.pt"}"'),
     ]
     log = tmp_path / "log"
-    with log.open("w") as output:
-        server = subprocess.Popen(superlink, env=environment, stdout=output, stderr=output)
+    server = _superlink(tmp_path, log, environment)
     try:
         _submit(run, environment)
         _wait(tmp_path / "server.pt", rounds, log)
@@ -72,8 +64,32 @@ def test_simulation_engine_equals_ours(tmp_path):
         assert gap <= 1e-5
 
 
+def _superlink(folder, log, environment):
+    """Start a SuperLink, on another port if the first was taken; its process."""
+    for _ in range(5):
+        port = free_port()
+        command = [
+            *(BIN / "flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"),
+            *("--port", str(port), "--disable-runtime-dependency-installation"),
+        ]
+        with log.open("w") as output:
+            server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        end = time.monotonic() + STALL
+        while not listens(port) and server.poll() is None and time.monotonic() < end:
+            time.sleep(0.2)
+        # Somebody else may listen there, and ours is dead or about to be.
+        if listens(port) and "address already in use" not in log.read_text():
+            (folder / "config.toml").write_text(
+                f'[superlink.test]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+            )
+            return server
+        server.kill()
+        server.wait()
+    raise RuntimeError(log.read_text())
+
+
 def _submit(command, environment):
-    """The SuperLink may not listen yet."""
+    """The SuperLink may be busy."""
     end = time.monotonic() + STALL
     while True:
         found = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -84,6 +84,7 @@ class Tally:
         self._total: Message | None = None
         self._seen: dict[str, Sizes] = {}
         self._held: dict[str, Message] = {}
+        self._planned: dict[str, torch.Tensor] = {}
         self.metrics: dict[str, int | float] = {"bytes-up": 0, "gradients": 0, "samples": 0}
 
     def take(self, name: str, reply: flwr.app.Message) -> None:
@@ -144,10 +145,12 @@ class Tally:
 
     def _steps(self, name: str) -> torch.Tensor:
         """How many local steps a client makes, which follows from how many samples it has."""
-        plan = self._algorithm.local.plan(
-            self._samples[name], (self._seed, name), self._server.iteration
-        )
-        return torch.tensor(float(len(plan)), dtype=torch.float64)
+        if name not in self._planned:
+            plan = self._algorithm.local.plan(
+                self._samples[name], (self._seed, name), self._server.iteration
+            )
+            self._planned[name] = torch.tensor(float(len(plan)), dtype=torch.float64)
+        return self._planned[name]
 
     def _count(self, content: flwr.app.RecordDict) -> None:
         for key in ("gradients", "samples"):
