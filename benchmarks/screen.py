@@ -163,7 +163,7 @@ def show(result: dict[str, Any]) -> str:
         for story, name in product(LIES, ("SISA", "FedAvg")):
             found = [
                 r["accuracy"]
-                for spread in ("iid", "one label")
+                for spread in ("iid", "one label", "dirichlet 0.3")
                 for r in runs
                 if (r["spread"], r["algorithm"], r["story"], r["measure"], r["largest"])
                 == (spread, name, story, "standing", limit)

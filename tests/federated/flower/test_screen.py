@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import flwr.app
 import numpy as np
@@ -307,3 +308,22 @@ def test_wire_round_trip():
 def test_screen_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         Screen(**options)
+
+
+def test_default_of_the_screen_is_what_the_experiment_found():
+    """The table on the page, and the tightest limit that no honest update has met."""
+    from benchmarks import screen
+
+    root = Path(__file__).parents[3]
+    result = json.loads((root / "docs/results/screen.json").read_text())
+    assert screen.show(result) in (root / "docs/flower.md").read_text()
+    rejected = {
+        limit: sum(
+            run["honest_rejected"]
+            for run in result["runs"]
+            if (run["measure"], run["largest"]) == ("standing", limit)
+            and run["story"] in screen.HONEST
+        )
+        for limit in screen.LIMITS
+    }
+    assert min(limit for limit, count in rejected.items() if not count) == Screen().largest

@@ -37,7 +37,7 @@ class Screen:
         rounds: how many rounds back the median looks.
     """
 
-    def __init__(self, largest: float = 5.0, ceiling: float = 1e3, rounds: int = 5) -> None:
+    def __init__(self, largest: float = 3.0, ceiling: float = 1e3, rounds: int = 5) -> None:
         check_range("largest", largest, 1)
         check_range("ceiling", ceiling, 0, low_open=True)
         check_count("rounds", rounds)
