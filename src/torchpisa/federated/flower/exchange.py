@@ -21,7 +21,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
     inflate_object_from_contents,
 )
 
-__all__ = ["TOO_LARGE", "Inbox", "PullError", "ask", "exchange"]
+__all__ = ["GONE", "TOO_LARGE", "Inbox", "PullError", "ask", "exchange"]
 
 _log = logging.getLogger("flwr.torchpisa")
 
@@ -30,6 +30,13 @@ _REQUESTS = 20
 
 _PARTS = 100_000
 """Parts of an answer: Flower cuts arrays into parts of 5 MiB."""
+
+GONE = {
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+}
+"""Errors by which the SuperLink says that a node has not answered."""
 
 TOO_LARGE = "is larger than"
 """What the reason says when an answer was not read because of its size."""
@@ -166,7 +173,7 @@ class Inbox:
             except ObjectUnavailableError:  # on its way
                 return None
             except ObjectPullError as error:  # it was never sent, and will not be
-                return _refused(run_id, answered, str(error))
+                return _refused(run_id, answered, str(error), ErrorCode.MESSAGE_UNAVAILABLE)
             size += len(arriving.contents[part])
             large = size > self._limit
         # The SuperLink forgets it now.
@@ -185,7 +192,7 @@ class Inbox:
         return message
 
 
-def _refused(run_id: int, answered: str, reason: str) -> Message:
+def _refused(run_id: int, answered: str, reason: str, code: int = ErrorCode.UNKNOWN) -> Message:
     metadata = Metadata(
         run_id=run_id,
         message_id="",
@@ -197,5 +204,5 @@ def _refused(run_id: int, answered: str, reason: str) -> Message:
         reply_to_message_id=answered,
         created_at=time.time(),
     )
-    error = Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason=reason)
+    error = Error(code=code, reason=reason)
     return make_message(metadata=metadata, error=error)

@@ -10,7 +10,7 @@ import torch
 from flwr.app import MetricRecord
 
 from torchpisa.federated.algorithms.base import Algorithm, Message, ServerState, add
-from torchpisa.federated.flower.exchange import TOO_LARGE
+from torchpisa.federated.flower.exchange import GONE, TOO_LARGE
 from torchpisa.federated.flower.ledger import Ledger
 from torchpisa.federated.flower.screen import Screen, Sizes, scale, sizes, template
 from torchpisa.federated.flower.wire import (
@@ -91,6 +91,9 @@ class Tally:
         """Count an answer, unless there is something wrong with it."""
         if name in self._seen or name in self.rejected:
             _log.warning("a second answer of client %r in one round is ignored", name)
+            return
+        if reply.has_error() and reply.error.code in GONE:
+            _log.warning("client %r has not answered: %s", name, reply.error.reason)
             return
         if reply.has_error():
             reason = str(reply.error.reason or f"error {reply.error.code}")
