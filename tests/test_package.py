@@ -37,7 +37,7 @@ INTERNAL = {"checks", "kernels"}  # no part of the public interface
 # Folders that need optional packages: they may import them, and are imported only when needed.
 NEEDS = {
     "kernels/triton": {"triton"},
-    "federated/flower": {"flwr", "httpx", "numpy"},
+    "federated/flower": {"flwr", "httpx", "numpy", "uvicorn"},
     "integrations": {"tianshou"},
 }
 

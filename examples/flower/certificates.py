@@ -2,9 +2,11 @@
 
     python certificates.py FOLDER --host superlink.example.org --nodes 10
 
-writes ca.crt, server.crt and server.key for the SuperLink, and node-0, node-0.pub, ... for the
-SuperNodes. The authority's own key is not kept: to add a host, make all of them again. Nodes can be
-added at any time, `--first` says where their numbers begin.
+writes ca.crt, server.crt and server.key for the server, and node-0, node-0.pub, ... for the
+SuperNodes. The certificate is good for the loopback interface too. What is there already is kept.
+The authority's own key is not: for another host, remove ca.crt, server.crt and server.key, run this
+again, and give all nodes the new ca.crt. Nodes can be added at any time; `--first` says where their
+numbers begin.
 """
 
 import argparse
@@ -53,6 +55,13 @@ def make_certificates(folder: Path, hosts: list[str], days: int = 365) -> None:
         folder / "server.key",
         server.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )
+
+
+def hosts_of(folder: Path) -> list[str]:
+    """The names that a server's certificate is for."""
+    certificate = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in found]
 
 
 def make_node_key(file: Path) -> None:
@@ -125,15 +134,24 @@ def main() -> None:
     """Read the command line and write the files."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--host", action="append", help="name or address of the SuperLink")
+    parser.add_argument("--host", action="append", default=[], help="name or address of the server")
     parser.add_argument("--nodes", type=int, default=0, help="number of node keys")
     parser.add_argument("--first", type=int, default=0, help="number of the first of them")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    if not (arguments.folder / "ca.crt").exists():
-        make_certificates(arguments.folder, arguments.host or ["localhost", "127.0.0.1"])
+    folder = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (folder / "ca.crt").exists():
+        print(f"kept: {folder}/ca.crt, server.crt, server.key, for {', '.join(hosts_of(folder))}")
+    else:
+        make_certificates(folder, [*dict.fromkeys([*arguments.host, "localhost", "127.0.0.1"])])
+        print(f"made: {folder}/ca.crt, server.crt, server.key, for {', '.join(hosts_of(folder))}")
     for number in range(arguments.first, arguments.first + arguments.nodes):
-        make_node_key(arguments.folder / f"node-{number}")
+        key = folder / f"node-{number}"
+        if key.exists():
+            print(f"kept: {key}; --first says where the numbers of further nodes begin")
+        else:
+            make_node_key(key)
+            print(f"made: {key}, {key}.pub")
 
 
 if __name__ == "__main__":

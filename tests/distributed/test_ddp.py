@@ -428,3 +428,19 @@ def test_a_single_rank_needs_nothing() -> None:
     backward(model, 0, 0, torch.float64)
     opt.step()
     assert identical([*run(with_itself, 2), weights(model)])
+
+
+def joined() -> None:
+    from torch.distributed.algorithms.join import Join
+
+    model = network(torch.float64)
+    opt = together(SISA, here(1))(model.parameters())
+    parallel = DistributedDataParallel(model)
+    attach(opt, parallel)
+    for start in (parallel.join, lambda: Join([parallel])):
+        with pytest.raises(RuntimeError, match=r"attached optimizer: .* call skip\(\)"):
+            start()
+
+
+def test_join_is_refused() -> None:
+    run(joined, 2)

@@ -528,3 +528,61 @@ def test_two_levels() -> None:
 def test_a_process_that_fails_is_reported() -> None:
     with pytest.raises(RankError, match="AssertionError: no such case"):
         run(refused, 2, "no such case")
+
+
+def omitting(rank: int, step: int) -> str:
+    """Train; one rank leaves a step out. What is raised."""
+    model = network(torch.float64)
+    opt = together(SISA, here(1))(model.parameters())
+    try:
+        for number in range(10):
+            opt.zero_grad()
+            backward(model, here(1)[0], number, torch.float64)
+            if (distributed.get_rank(), number) == (rank, step):
+                continue
+            opt.step()
+    except RuntimeError as error:
+        return f"{opt.iteration}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_step_left_out_is_noticed_by_every_rank(rank: int) -> None:
+    for said in run(omitting, 3, rank, 4):
+        assert said.startswith("5: every rank of process_group must call step() or skip() once")
+        assert "A rank without a usable batch calls skip()" in said
+
+
+def skipping() -> int:
+    """One rank has bad batches, another none at all in the end, and all discard one."""
+    model = network(torch.float64)
+    opt = together(SISA, here(1))(model.parameters())
+    rank = distributed.get_rank()
+    for number in range(10):
+        if rank == 1 and number >= 7:
+            opt.skip()
+            continue
+        opt.zero_grad()
+        backward(model, here(1)[0], number, torch.float64)
+        if number == 5:
+            continue
+        opt.skip() if (rank, number) == (0, 3) else opt.step()
+    return opt.iteration
+
+
+def test_skipped_and_discarded_batches_are_not_mistaken() -> None:
+    assert run(skipping, 3) == [9, 9, 9]
+
+
+def joined() -> str:
+    from torch.distributed.algorithms.join import Join
+
+    model = network(torch.float64)
+    opt = together(SISA, here(1))(model.parameters())
+    with pytest.raises(RuntimeError, match=r"Call skip\(\) on it, once for each step\(\)") as error:
+        Join([opt])
+    return str(error.value)
+
+
+def test_join_is_refused() -> None:
+    assert len(set(run(joined, 2))) == 1

@@ -1,7 +1,7 @@
 """DistributedDataParallel: the consensus in place of the average of gradients."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -79,6 +79,16 @@ def attach(
     hook = _Hook(optimizer, model, scaler)
     model.register_comm_hook(None, lambda _, bucket: hook.on_bucket(bucket))
     optimizer._attached = hook
+    for name in ("join", "join_hook"):  # what `model.join()` and `Join([model])` begin with
+        setattr(model, name, _refuse_join)
+
+
+def _refuse_join(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        "join() cannot be used with an attached optimizer: it stands in for the ranks that are "
+        "done with zero gradients, and every rank still has a dual to contribute. Give all ranks "
+        "the same number of batches, or leave attach out and call skip() on those that are done"
+    )
 
 
 def _layout(params: Sequence[Tensor], limit: float) -> list[list[Tensor]]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, overload
+from typing import NoReturn, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -175,6 +175,19 @@ class ConsensusOptimizer(GroupedOptimizer):
             undo.restore()
             raise
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        if self._exchange is not None:
+            self._exchange.lockstep.cleared(self._params)
+        super().zero_grad(set_to_none)
+
+    def join_hook(self, **_: object) -> NoReturn:
+        """Refuse `torch.distributed.algorithms.join.Join`: a rank that is done calls `skip()`."""
+        raise RuntimeError(
+            "Join cannot hold an optimizer of torchpisa: a rank without data still has a dual to "
+            "contribute. Call skip() on it, once for each step() of the others"
+        )
+
     def _take(
         self,
         slot: int,
@@ -248,6 +261,8 @@ class ConsensusOptimizer(GroupedOptimizer):
 
         Then the weights move, unless other ranks have a say in it.
         """
+        if self._exchange is not None:
+            self._exchange.lockstep.stepped()
         for group in self.param_groups:
             group["visited"] |= 1 << slot
         complete = not self._free_slots()

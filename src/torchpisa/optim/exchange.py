@@ -17,7 +17,7 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels.fused import Plans
 from torchpisa.kernels.job import Member
 from torchpisa.optim import rounds
-from torchpisa.optim.ranks import BUCKET_BYTES, Ranks
+from torchpisa.optim.ranks import BUCKET_BYTES, Lockstep, Ranks
 from torchpisa.optim.rounds import Group, Totals
 from torchpisa.preconditioners import Preconditioner
 
@@ -37,11 +37,13 @@ class Exchange:
     Attributes:
         ranks: the ranks.
         begun: whether a step of this round has been taken in part.
+        lockstep: whether all ranks step for the same batches.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.begun = False
+        self.lockstep = Lockstep(ranks.size)
         self._sent: set[int] = set()
         self._doubts: dict[int, _Doubt] = {}
         self._unreached: set[int] = set()
@@ -113,7 +115,8 @@ class Exchange:
                     values.append(rounds.total(group, "rho"))
             own_totals += values
             counts.append(len(values))
-        total = self.ranks.tally([*own_totals, present, float(problem), *reached], device)
+        numbers = [*own_totals, present, float(problem), *reached, *self.lockstep.numbers]
+        total = self.ranks.tally(numbers, device)
         self.ranks.receive()
 
         # The host reads the sums only if it has to, because that may mean to wait for a GPU: what
@@ -127,8 +130,8 @@ class Exchange:
             keep = total[first] > 0
         all_members = members
         if told:
-            numbers = sums[first + 2 :]
-            left = {id(m.origin) for m, n in zip(everyone, numbers, strict=True) if not n}
+            counts_of = sums[first + 2 : first + 2 + len(everyone)]
+            left = {id(m.origin) for m, n in zip(everyone, counts_of, strict=True) if not n}
             for key in left & self._doubts.keys():
                 _restore(self._doubts[key])
             members = [[m for m in own if id(m.origin) not in left] for own in members]
@@ -144,6 +147,7 @@ class Exchange:
         for group in groups:
             rounds.finish(group, everyone)
         self.forget()
+        self.lockstep.check(total[-2:], told)
         return int(sums[first + 1]) if told else int(problem)
 
     def forget(self) -> None:

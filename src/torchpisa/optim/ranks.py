@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Ranks", "join", "on_device"]
+__all__ = ["Lockstep", "Ranks", "join", "on_device"]
 
 T = TypeVar("T")
 
@@ -232,6 +232,73 @@ class Ranks:
 
         own = distributed.get_process_group_ranks(self.group)
         return len(set(own) & set(ranks)) > 1
+
+
+class Lockstep:
+    """Notices a rank that has left a step() out while others have not.
+
+    Collectives are paired in the order in which ranks come to them, so such a rank would be one
+    batch behind the others from then on. It is known by gradients that were cleared before any
+    step() or skip() came for them. Every rank counts those, and the counts cross with each round.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._missed = 0
+        self._came = True
+        self._later: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def stepped(self) -> None:
+        """Note a step() or skip()."""
+        self._came = True
+
+    def cleared(self, params: Sequence[Tensor]) -> None:
+        """Note that the gradients of `params` are about to be cleared."""
+        if not self._came and any(param.grad is not None for param in params):
+            self._missed += 1
+        self._came = False
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """What crosses to the others: the counts are equal if their variance is zero."""
+        return float(self._missed), float(self._missed**2)
+
+    def check(self, sums: Tensor, told: bool) -> None:
+        """Raise RuntimeError, on every rank, if the counts differ.
+
+        Args:
+            sums: of `numbers`, over all ranks.
+            told: whether the host may wait for them. Otherwise they are looked at in a later
+                round.
+        """
+        if told:
+            self._raise(sums)
+            return
+        if self._later is not None:
+            kept, event = self._later
+            if not event.query():  # type: ignore[no-untyped-call]
+                return
+            self._later = None
+            self._raise(kept)
+        kept = torch.empty(2, dtype=sums.dtype, pin_memory=True)
+        kept.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._later = kept, event
+
+    def _raise(self, sums: Tensor) -> None:
+        total, squares = sums.tolist()
+        if self._size * squares != total**2:
+            raise RuntimeError(
+                "every rank of process_group must call step() or skip() once per batch, but some "
+                f"have left it out: {self._missed} times on this rank, {total / self._size:g} "
+                "times on average, gradients were cleared that no step() had used. Batches of "
+                "different rounds have been combined since. A rank without a usable batch calls "
+                "skip()"
+            )
 
 
 def on_device(

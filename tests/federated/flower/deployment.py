@@ -1,22 +1,25 @@
-"""A Flower deployment on this machine: TLS, registered node keys, real processes.
+"""A Flower deployment on this machine: a gate, TLS, registered node keys, real processes.
 
-Everything listens on 127.0.0.1, ends in time, and no process is left behind.
+Everything listens on 127.0.0.1, on ports of its own, and no process is left behind. Waiting
+follows progress: as long as rounds are closed or something is logged it goes on, and when nothing
+has moved for a while the error holds the logs. So a busy machine makes a test slow, not red.
 """
 
 import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from tests.federated.flower.ports import free_port, listens
 from torchpisa.federated.flower import files
 
 ROOT = Path(__file__).parents[3]
@@ -31,6 +34,15 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
+STALL = 120.0
+"""Seconds without any progress after which a test gives up."""
+
+LIMIT = 900.0
+"""Seconds after which it gives up whatever moves."""
+
+_POLLS = re.compile(rb".*(?:POST|GET) /v1/.*\n")
+"""Lines that the SuperLink logs whether or not anything happens."""
+
 
 def example_module(file: str) -> ModuleType:
     """A file of the example, as a module."""
@@ -40,51 +52,17 @@ def example_module(file: str) -> ModuleType:
     return module
 
 
-class Deployment:
-    """A SuperLink and SuperNodes, started and killed one by one.
+class Nursery:
+    """The process that all others are forked from; importing torch and Flower takes long."""
 
-    Args:
-        folder: where keys, logs and checkpoints go.
-        nodes: how many node keys are made; `register` says which of them are made known.
-    """
-
-    def __init__(self, folder: Path, nodes: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path) -> None:
         self.mark = uuid.uuid4().hex
-        self.port = free_port()
-        self.secrets = folder / "secrets"
-        self.secrets.mkdir()
-        certificates = example_module("certificates.py")
-        certificates.make_certificates(self.secrets, ["localhost", "127.0.0.1"])
-        for number in range(nodes):
-            certificates.make_node_key(self.secrets / f"node-{number}")
-        self.environment = {
-            **ENVIRONMENT,
-            MARK: self.mark,
-            "FLWR_HOME": str(folder / "home"),
-        }
-        self._configure()
-        self.pids: dict[str, int] = {}
-
-    def _configure(self) -> None:
-        home = self.folder / "home"
-        home.mkdir()
-        (home / "config.toml").write_text(
-            f"""[superlink]
-default = "test"
-
-[superlink.test]
-address = "127.0.0.1:{self.port}"
-root-certificates = "{self.secrets / "ca.crt"}"
-"""
-        )
-
-    def __enter__(self) -> "Deployment":
-        with (self.folder / "nursery.log").open("w") as log:
-            self._nursery = subprocess.Popen(
+        self._log = folder / "nursery.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.federated.flower.nursery"],
                 cwd=ROOT,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **ENVIRONMENT, MARK: self.mark},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -92,6 +70,64 @@ root-certificates = "{self.secrets / "ca.crt"}"
                 start_new_session=True,
             )
         self._answer("ready")
+
+    def fork(self, order: Mapping[str, object]) -> int:
+        """Start a process; its id, which is that of its session too."""
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def _answer(self, expected: str | None = None) -> str:
+        line = self._process.stdout.readline().strip()
+        if not line or (expected and line != expected):
+            raise RuntimeError(f"the nursery said {line!r}:\n{self._log.read_text()}")
+        return line
+
+    def close(self) -> None:
+        """End it, and all that is left of what it has started."""
+        self._process.kill()
+        self._process.communicate()
+        end_marked(self.mark)
+
+
+class Deployment:
+    """A SuperLink, its gate and SuperNodes, started and killed one by one.
+
+    Args:
+        folder: where keys, logs and checkpoints go.
+        nodes: how many node keys are made; `register` says which of them are made known.
+        nursery: starts the processes.
+        max_reply: of the gate.
+    """
+
+    def __init__(self, folder: Path, nodes: int, nursery: Nursery, max_reply: str = "8M") -> None:
+        self.folder = folder
+        self.secrets = folder / "secrets"
+        self.secrets.mkdir()
+        certificates = example_module("certificates.py")
+        certificates.make_certificates(self.secrets, ["localhost", "127.0.0.1"])
+        for number in range(nodes):
+            certificates.make_node_key(self.secrets / f"node-{number}")
+        self.environment = {**ENVIRONMENT, "FLWR_HOME": str(folder / "home")}
+        (folder / "home").mkdir()
+        self.pids: dict[str, int] = {}
+        self._started: list[int] = []
+        self._nursery = nursery
+        self._max_reply = max_reply
+
+    def connection(self, name: str, port: int) -> None:
+        """Tell the `flwr` command of a SuperLink."""
+        file = self.folder / "home" / "config.toml"
+        old = file.read_text() if file.exists() else ""
+        old = re.sub(rf"\[superlink\.{name}\]\n.*\n.*\n", "", old)
+        file.write_text(
+            f"""{old}[superlink.{name}]
+address = "127.0.0.1:{port}"
+root-certificates = "{self.secrets / "ca.crt"}"
+"""
+        )
+
+    def __enter__(self) -> "Deployment":
         return self
 
     def __exit__(
@@ -100,27 +136,26 @@ root-certificates = "{self.secrets / "ca.crt"}"
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._nursery.kill()
-        self._nursery.communicate()
-        end_marked(self.mark)
-
-    def _answer(self, expected: str | None = None) -> str:
-        line = self._nursery.stdout.readline().strip()
-        if not line or (expected and line != expected):
-            raise RuntimeError(f"the nursery said {line!r}:\n{self.log('nursery')}")
-        return line
+        for _ in range(50):
+            left = [pid for session in self._started for pid in _session(session)]
+            if not left:
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
 
     def fork(self, role: str, name: str, *arguments: object) -> int:
-        """Start a process of Flower; its output goes to the log `name`."""
-        order = {
-            "role": role,
-            "arguments": [str(argument) for argument in arguments],
-            "environment": self.environment,
-            "log": str(self.folder / f"{name}.log"),
-        }
-        self._nursery.stdin.write(json.dumps(order) + "\n")
-        self._nursery.stdin.flush()
-        self.pids[name] = int(self._answer())
+        """Start a process of Flower, or ours; its output goes to the log `name`."""
+        self.pids[name] = self._nursery.fork(
+            {
+                "role": role,
+                "arguments": [str(argument) for argument in arguments],
+                "environment": self.environment,
+                "log": str(self.folder / f"{name}.log"),
+            }
+        )
+        self._started.append(self.pids[name])
         return self.pids[name]
 
     def log(self, name: str) -> str:
@@ -130,48 +165,100 @@ root-certificates = "{self.secrets / "ca.crt"}"
 
     def kill(self, name: str) -> None:
         """SIGKILL a process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pids[name], signal.SIGKILL)
-        self.wait(lambda: not _alive(self.pids[name]), f"{name} to die", 10)
+        for pid in _session(self.pids[name]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait(lambda: not any(_session(self.pids[name])), f"{name} to die")
 
     def superlink(self) -> None:
-        """Start the SuperLink, and wait until it listens. What it knows dies with it."""
-        self.fork(
+        """Start SuperLink and gate, and wait until they listen. What the link knows dies with it.
+
+        A gate that is there already stays, with the port that nodes know.
+        """
+        self.port = self._serve(
             "flower-superlink",
             "superlink",
-            *("--host", "127.0.0.1", "--port", self.port),
+            *("--host", "127.0.0.1"),
             *("--ssl-certfile", self.secrets / "server.crt"),
             *("--ssl-keyfile", self.secrets / "server.key"),
             *("--ssl-ca-certfile", self.secrets / "ca.crt"),
             *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
             *("--isolation", "process"),
+            port=getattr(self, "port", None),
         )
-        self.wait(lambda: _listens(self.port), "the SuperLink", 30)
+        self.connection("test", self.port)
+        if "gate" not in self.pids:
+            self.door = self._serve(
+                *("gate", "gate", "--host", "127.0.0.1", "--max-reply", self._max_reply),
+                *("--superlink", f"127.0.0.1:{self.port}"),
+                *("--root-certificates", self.secrets / "ca.crt"),
+                *("--ssl-certfile", self.secrets / "server.crt"),
+                *("--ssl-keyfile", self.secrets / "server.key"),
+            )
+
+    def _serve(self, role: str, name: str, *arguments: object, port: int | None = None) -> int:
+        """Start what listens; on another port if the first was taken. The port."""
+        for _ in range(5):
+            chosen = free_port() if port is None else port
+            pid = self.fork(role, name, *arguments, "--port", chosen)
+            self.wait(
+                lambda pid=pid, chosen=chosen: listens(chosen) or not _alive(pid), f"the {name}"
+            )
+            # Somebody else may listen there, and ours is dead or about to be.
+            if _alive(pid) and "address already in use" not in self.log(name):
+                return chosen
+            self.kill(name)
+            (self.folder / f"{name}.log").unlink()
+        raise RuntimeError(f"no port for {name}:\n{self._logs()}")
 
     def register(self, number: int) -> None:
         """Make a node's key known to the SuperLink."""
-        self.flwr("supernode", "register", self.secrets / f"node-{number}.pub", "test")
+        said = self.flwr("supernode", "register", self.secrets / f"node-{number}.pub", "test")
+        if "successfully" not in said.lower():
+            raise RuntimeError(said)
 
-    def node(self, number: int, key: int | None = None) -> None:
-        """Start SuperNode `number`, with a key of another one if `key` says so."""
-        secret = self.secrets / f"node-{number if key is None else key}"
+    def node(
+        self,
+        number: int,
+        *,
+        partition: int | None = None,
+        key: Path | None = None,
+        ready: bool = True,
+    ) -> None:
+        """Start SuperNode `number`, and wait until it is connected if it is to be `ready`."""
+        before = self.log(f"node-{number}").count("SuperNode ID:")
+        secret = self.secrets / f"node-{number}" if key is None else key
+        partition = number if partition is None else partition
         self.fork(
             "flower-supernode",
             f"node-{number}",
             *("--root-certificates", self.secrets / "ca.crt"),
-            *("--superlink", f"127.0.0.1:{self.port}"),
+            *("--superlink", f"127.0.0.1:{self.door}"),
             *("--auth-supernode-private-key", secret),
-            *("--node-config", f'partition-id={number} folder="{self.memory}"'),
-            *("--isolation", "process", "--host", "127.0.0.1", "--port", free_port()),
+            *("--node-config", f'partition-id={partition} folder="{self.memory}"'),
+            *("--isolation", "process", "--host", "127.0.0.1", "--port", "0"),
         )
+        if ready:
+            self.wait(
+                lambda: self.log(f"node-{number}").count("SuperNode ID:") > before,
+                f"node {number} to connect",
+            )
 
-    def train(self, app: Path = EXAMPLE, **config: object) -> None:
-        """Start a run of an app; `iteration` tells how far it is."""
-        config = {"checkpoint": str(self.checkpoint), "poll": 0.5, **config}
+    def nodes(self, count: int) -> None:
+        """Register and start so many, one after the other: two cores cannot start all at once."""
+        for number in range(count):
+            self.register(number)
+            self.node(number)
+
+    def train(self, app: Path = EXAMPLE, **config: object) -> str:
+        """Start a run of an app; its id. `iteration` tells how far it is."""
+        config = {"checkpoint": str(self.checkpoint), "poll": 0.2, **config}
         overrides = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
         said = self.flwr("run", app, "test", "--run-config", overrides)
-        if "Successfully started run" not in said:
+        found = re.search(r"Successfully started run (\d+)", said.replace("\n", " "))
+        if not found:
             raise RuntimeError(said)
+        return found[1]
 
     @property
     def checkpoint(self) -> Path:
@@ -189,40 +276,46 @@ root-certificates = "{self.secrets / "ca.crt"}"
         saved = files.load(self.checkpoint)
         return 0 if saved is None else saved["server"]["iteration"]
 
-    def reach(self, iteration: int, seconds: float) -> None:
+    def reach(self, iteration: int) -> None:
         """Wait until so many rounds are done."""
-        self.wait(lambda: self.iteration >= iteration, f"round {iteration}", seconds)
+        self.wait(lambda: self.iteration >= iteration, f"round {iteration}")
 
     def flwr(self, *arguments: object) -> str:
         """Run the command line of Flower to its end; what it says."""
         name = f"flwr-{uuid.uuid4().hex[:8]}"
         pid = self.fork("flwr", name, *arguments)
-        self.wait(lambda: not _alive(pid), f"flwr {arguments[0]}", 30)
+        self.wait(lambda: not _alive(pid), f"flwr {arguments[0]}")
         return self.log(name)
 
-    def wait(self, done: Callable[[], bool], what: str, seconds: float) -> None:
-        """Until `done()`; otherwise the logs are in the error."""
-        end = time.monotonic() + seconds
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Until `done()`, as long as something moves; otherwise the logs are in the error."""
+        start = moved = looked = time.monotonic()
+        seen = None
         while not done():
-            if time.monotonic() > end:
-                logs = "\n".join(
-                    f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}"
-                    for file in sorted(self.folder.glob("*.log"))
+            now = time.monotonic()
+            if now >= looked:  # not every time: it reads all logs
+                looked = now + 3
+                if (state := self._progress()) != seen:
+                    seen, moved = state, now
+            if now - moved > STALL or now - start > LIMIT:
+                raise TimeoutError(
+                    f"waited {now - start:.0f} s for {what}, the last {now - moved:.0f} s of them "
+                    f"without any progress\n{self._logs()}"
                 )
-                raise TimeoutError(f"waited {seconds} s for {what}\n{logs}")
-            time.sleep(0.05)
+            time.sleep(0.1)
 
+    def _progress(self) -> object:
+        """Whatever changes when something happens: checkpoint and logs, but for mere polling."""
+        sizes = {
+            file.name: len(_POLLS.sub(b"", file.read_bytes())) for file in self.folder.glob("*.log")
+        }
+        return self.iteration, sizes
 
-def free_port() -> int:
-    """A port on this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    def _logs(self) -> str:
+        return "\n".join(
+            f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}"
+            for file in sorted(self.folder.glob("*.log"))
+        )
 
 
 def _alive(pid: int) -> bool:
@@ -233,10 +326,22 @@ def _alive(pid: int) -> bool:
     return True
 
 
+def _session(leader: int) -> Iterator[int]:
+    """The processes of a session."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # The name of the program, in parentheses, may hold spaces.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            yield int(folder.name)
+
+
 def end_marked(mark: str) -> None:
     """Kill all processes that have the mark in their environment."""
     for _ in range(50):
-        left = _marked(mark)
+        left = list(_marked(mark))
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -245,13 +350,11 @@ def end_marked(mark: str) -> None:
         time.sleep(0.1)
 
 
-def _marked(mark: str) -> Mapping[int, str]:
-    """Processes with the mark in their environment, and what they are."""
-    found = {}
+def _marked(mark: str) -> Iterator[int]:
+    """Processes with the mark in their environment."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                yield int(folder.name)
         except OSError:  # it has ended, or is not ours
             continue
-    return found

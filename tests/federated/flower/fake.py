@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class FakeGrid(Grid):
     def __init__(self) -> None:
         self.nodes: dict[int, tuple[ClientApp, Context]] = {}
         self.offline: set[int] = set()
+        self.keys: dict[int, bytes] = {}
         self.tricks: dict[int, Trick] = {}
         self.sent: list[Message] = []
         self._replies: dict[str, Message] = {}
@@ -74,11 +76,17 @@ class FakeGrid(Grid):
     def get_node_ids(self) -> list[int]:
         return [node for node in self.nodes if node not in self.offline]
 
+    def get_nodes(self) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(node_id=node, public_key=self.keys.get(node, b""))
+            for node in self.get_node_ids()
+        ]
+
     def set_run(self, run: Any) -> None: ...
 
     @property
     def run(self) -> Any:
-        raise NotImplementedError
+        return SimpleNamespace(run_id=TaskIdentity.run_id)
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         raise NotImplementedError
@@ -140,7 +148,7 @@ def strategy(
 
 def imbalance(strategy: FederatedStrategy, folder: Path, kind: str = "dual") -> float:
     """`imbalance_of` a strategy that is still there."""
-    clients = {name: (c.samples, c.accepted) for name, c in strategy.clients.items()}
+    clients = {name: vars(client) for name, client in strategy.clients.items()}
     return imbalance_of({"server": vars(strategy.server), "clients": clients}, folder, kind)
 
 
@@ -154,9 +162,10 @@ def imbalance_of(saved: dict[str, Any], folder: Path, kind: str = "dual") -> flo
     """
     server, clients = saved["server"], saved["clients"]
     total = {name: torch.zeros_like(w).double() for name, w in server["weights"].items()}
-    samples = sum(count for count, _ in clients.values())
+    samples = sum(client["samples"] for client in clients.values())
     (training,) = folder.iterdir()
-    for name, (count, accepted) in clients.items():
+    for name, client in clients.items():
+        count, accepted = client["samples"], client["accepted"]
         kept = load(FolderStore(folder, training.name, name).file)
         if accepted == -1:
             continue

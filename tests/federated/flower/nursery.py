@@ -1,10 +1,10 @@
 """Starts Flower's processes by forking one that has imported torch and Flower already.
 
 The stock commands start a new Python for every message to a client, which imports torch each time:
-too slow for many rounds of ten clients on two cores. What is forked here is Flower's own
-code with Flower's own command lines, but for three things: polling and heartbeats are faster, an
-app runs in a fork of its SuperExec instead of in a new interpreter, and a SuperNode that has ended
-is started again, as a service manager would.
+too slow for many rounds on two cores. What is forked here is Flower's own code with Flower's own
+command lines, but for three things: polling and heartbeats are faster, an app runs in a fork of
+its SuperExec instead of in a new interpreter, and a SuperNode that has ended is started again, on
+another port, as a service manager would.
 
 Orders come as JSON lines on standard input, `{"role", "arguments", "environment", "log"}`; the
 answer to each is the id of the process, which leads a process group of its own.
@@ -21,6 +21,8 @@ import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.federated.flower.ports import free_port
 
 _NAPS = {3: 0.5, 0.5: 0.1}
 """How long a SuperNode waits instead: for a message, and for the answer of its app."""
@@ -41,6 +43,7 @@ _MODULES = [
     "sklearn.datasets",
     "torch",
     "torchpisa.federated.flower",
+    "torchpisa.federated.flower.gate",
 ]
 
 
@@ -108,11 +111,19 @@ def _supernode() -> None:
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     while True:
+        # Another port at every start: the last one may be what it died of.
+        sys.argv[sys.argv.index("--port") + 1] = str(free_port())
         executor = _fork(lambda: _superexec(_argument("--port"), None))
         os.waitpid(_fork(flower_supernode), 0)
         os.kill(executor, signal.SIGKILL)
         os.waitpid(executor, 0)
         time.sleep(0.5)
+
+
+def _gate() -> None:
+    from torchpisa.federated.flower.commands import main
+
+    main(["gate", *sys.argv[1:]])
 
 
 def _cli() -> None:
@@ -125,6 +136,7 @@ _ROLES: dict[str, Callable[[], None]] = {
     "flower-superlink": _superlink,
     "flower-supernode": _supernode,
     "flwr": _cli,
+    "gate": _gate,
 }
 
 

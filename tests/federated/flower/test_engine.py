@@ -14,10 +14,11 @@ from tests.federated.flower.deployment import (
     ENVIRONMENT,
     EXAMPLE,
     MARK,
+    STALL,
     end_marked,
     example_module,
-    free_port,
 )
+from tests.federated.flower.ports import free_port, listens
 from torchpisa.federated import SISA, FullGradient, Simulation
 from torchpisa.federated.flower import files
 
@@ -28,10 +29,7 @@ BIN = Path(sys.executable).parent
 
 def test_simulation_engine_equals_ours(tmp_path):
     pytest.importorskip("ray", reason="needs Ray: pip install torchpisa[flower]")
-    rounds, port, mark = 3, free_port(), uuid.uuid4().hex
-    (tmp_path / "config.toml").write_text(
-        f'[superlink.test]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
+    rounds, mark = 3, uuid.uuid4().hex
     environment = {
         **os.environ,
         **ENVIRONMENT,
@@ -40,17 +38,12 @@ def test_simulation_engine_equals_ours(tmp_path):
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "RAY_TMPDIR": "/tmp",  # its sockets need a short path
     }
-    superlink = [
-        *(BIN / "flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"),
-        *("--port", str(port), "--disable-runtime-dependency-installation"),
-    ]
     run = [
-        *(BIN / "flwr", "run", EXAMPLE, "test", "--federation-config", "num-supernodes=10"),
+        *(BIN / "flwr", "run", EXAMPLE, "test", "--federation-config", "num-supernodes=3"),
         *("--run-config", f'rounds={rounds} poll=0.1 checkpoint="{tmp_path / "server.pt"}"'),
     ]
     log = tmp_path / "log"
-    with log.open("w") as output:
-        server = subprocess.Popen(superlink, env=environment, stdout=output, stderr=output)
+    server = _superlink(tmp_path, log, environment)
     try:
         _submit(run, environment)
         _wait(tmp_path / "server.pt", rounds, log)
@@ -58,7 +51,7 @@ def test_simulation_engine_equals_ours(tmp_path):
         end_marked(mark)
         server.wait()
     task = example_module("federated_digits/task.py")
-    contexts = [SimpleNamespace(node_config={"partition-id": i}) for i in range(10)]
+    contexts = [SimpleNamespace(node_config={"partition-id": i}) for i in range(3)]
     alone = Simulation(
         task.model(),
         [task.data(context) for context in contexts],
@@ -71,19 +64,49 @@ def test_simulation_engine_equals_ours(tmp_path):
         assert gap <= 1e-5
 
 
+def _superlink(folder, log, environment):
+    """Start a SuperLink, on another port if the first was taken; its process."""
+    for _ in range(5):
+        port = free_port()
+        command = [
+            *(BIN / "flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"),
+            *("--port", str(port), "--disable-runtime-dependency-installation"),
+        ]
+        with log.open("w") as output:
+            server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        end = time.monotonic() + STALL
+        while not listens(port) and server.poll() is None and time.monotonic() < end:
+            time.sleep(0.2)
+        # Somebody else may listen there, and ours is dead or about to be.
+        if listens(port) and "address already in use" not in log.read_text():
+            (folder / "config.toml").write_text(
+                f'[superlink.test]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+            )
+            return server
+        server.kill()
+        server.wait()
+    raise RuntimeError(log.read_text())
+
+
 def _submit(command, environment):
-    """The SuperLink may not listen yet."""
-    for _ in range(30):
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    """The SuperLink may be busy."""
+    end = time.monotonic() + STALL
+    while True:
+        found = subprocess.run(command, env=environment, capture_output=True, text=True)
         if "Successfully started run" in found.stdout:
             return
+        if time.monotonic() > end:
+            raise RuntimeError(found.stdout + found.stderr)
         time.sleep(0.5)
-    raise RuntimeError(found.stdout + found.stderr)
 
 
 def _wait(checkpoint, rounds, log):
-    end = time.monotonic() + 120
+    """Until so many rounds are done, as long as something is logged or done."""
+    moved, seen = time.monotonic(), None
     while (saved := files.load(checkpoint)) is None or saved["server"]["iteration"] < rounds:
-        if time.monotonic() > end:
+        state = saved and saved["server"]["iteration"], log.stat().st_size
+        if state != seen:
+            seen, moved = state, time.monotonic()
+        if time.monotonic() > moved + STALL:
             raise TimeoutError(log.read_text(errors="replace")[-5000:])
         time.sleep(0.2)

@@ -4,8 +4,15 @@ import time
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
-from flwr.app import ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
 from tests.federated.flower.fake import SETTING, FakeGrid, app, federation, model, strategy
 from torchpisa.federated.flower import arrays
@@ -40,7 +47,7 @@ class Mailbox:
 
 
 def answered(grid, messages=None, seconds=0.2):
-    replies = exchange(grid, messages or list(grid.answers), seconds, 0.01)
+    replies = exchange(grid, messages or list(grid.answers), seconds, 0.01, 10**6)
     return [reply.metadata.reply_to_message_id for reply in replies]
 
 
@@ -82,13 +89,13 @@ def test_updates_are_not_held_once_there_is_a_comparison():
     server.start(grid, arrays(model()), 1)
     messages = server.configure_train(2, arrays(model()), ConfigRecord(), grid)
     ids = grid.push_messages(messages)
-    shares = {name: 0.25 for name in server.clients}
+    samples = {name: client.samples for name, client in server.clients.items()}
     for screen, held in ((Screen(), 4), (server._screen, 0)):
-        tally = Tally(SETTING, server._opened, screen, shares)
+        tally = Tally(SETTING, server._opened, screen, samples)
         for name, message_id in zip("0123", ids, strict=True):
             tally.take(name, *_again(grid, message_id))
         assert len(tally._held) == held
-        assert tally.close()[1] == 1.0
+        assert tally.close()[1] == pytest.approx(1.0)
         assert sorted(tally.present) == ["0", "1", "2", "3"]
 
 
@@ -116,3 +123,71 @@ def test_name_of_a_client(caplog):
     server.start(grid, arrays(model()), 1)
     assert list(server.clients) == ["clinic"]
     assert "must be started with name=... or partition-id=..." in caplog.text
+
+
+class Wire:
+    """A grid that is a connection: replies come in parts, as many of them as `there` says."""
+
+    def __init__(self, replies):
+        self._runtime_client = self
+        self.run, self.node = SimpleNamespace(run_id=1), Node(node_id=1)
+        self.replies, self.parts, self.there, self.confirmed = {}, {}, {}, []
+        self.read = 0
+        for asked, content in replies.items():
+            question = Message(RecordDict(), 5, "train")
+            question.metadata.__dict__["_message_id"] = asked
+            reply = Message(content, reply_to=question)
+            name = reply.object_id
+            reply.metadata.__dict__["_message_id"] = name
+            self.replies[asked] = reply
+            self.parts |= {k: v.deflate() for k, v in get_all_nested_objects(reply).items()}
+            self.there[asked] = True
+
+    def push_messages(self, messages):
+        return messages
+
+    def PullMessages(self, request):  # noqa: N802
+        found = [self.replies.pop(i) for i in list(request.message_ids) if i in self.replies]
+        for reply in found:
+            self.there[reply.object_id] = self.there[reply.metadata.reply_to_message_id]
+        return PullAppMessagesResponse(
+            messages_list=[message_to_proto(remove_content_from_message(m)) for m in found],
+            message_object_trees=[get_object_tree(m) for m in found],
+        )
+
+    def PullObject(self, request):  # noqa: N802
+        available = self.there.get(request.object_id, True)
+        content = self.parts[request.object_id] if available else b""
+        self.read += len(content)
+        return PullObjectResponse(
+            object_found=True, object_available=available, object_content=content
+        )
+
+    def ConfirmMessageReceived(self, request):  # noqa: N802
+        self.confirmed.append(request.message_object_id)
+
+
+def noise(count):
+    array = Array(np.random.default_rng(count).standard_normal(count))
+    return RecordDict({"delta": ArrayRecord({"float64": array})})
+
+
+def test_answer_that_is_announced_and_never_sent_stops_nobody():
+    FakeGrid()  # sets what Flower's messages need
+    grid = Wire({"a": noise(10), "b": noise(11), "c": noise(12)})
+    grid.there["b"] = False
+    assert answered(grid, ["a", "b", "c"]) == ["a", "c"]
+    assert len(grid.confirmed) == 2
+
+
+def test_answer_is_not_read_beyond_the_limit():
+    FakeGrid()
+    grid = Wire({"a": noise(10), "b": noise(5_000_000)})  # 40 MB, in parts of 5
+    replies = {
+        reply.metadata.reply_to_message_id: reply
+        for reply in exchange(grid, ["a", "b"], 5, 0.01, 10**6)
+    }
+    assert not replies["a"].has_error()
+    assert "is larger than 1000000 bytes" in replies["b"].error.reason
+    assert grid.read < 7_000_000
+    assert len(grid.confirmed) == 2  # so that the SuperLink forgets it

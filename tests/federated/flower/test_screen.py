@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import flwr.app
 import numpy as np
@@ -235,12 +236,12 @@ def test_bad_introduction(answer):
 
 
 def test_screen_follows_a_jump_that_all_share():
-    screen = Screen(rounds=3)
+    screen = Screen(largest=20, rounds=3)
     screen.close([{"delta": 1.0}] * 4)
-    assert "more than 1000 times the median of 1" in screen.complaint({"delta": 1e6}, [])
+    assert "more than 20 times the median of 1" in screen.complaint({"delta": 100.0}, [])
     for _ in range(3):
-        screen.close([{"delta": 1e6}] * 4)
-    assert screen.complaint({"delta": 1e6}, []) is None
+        screen.close([{"delta": 100.0}] * 4)
+    assert screen.complaint({"delta": 100.0}, []) is None
 
 
 def test_screen_with_few_clients():
@@ -258,7 +259,7 @@ def test_screen_with_few_clients():
 def test_sizes_do_not_overflow():
     update = template(SETTING, SETTING.start({"w": torch.zeros(4)}))
     assert list(update.tensors) == ["delta"]
-    big = type(update)({"delta": {"w": torch.full((4,), 1e30)}}, {})
+    big = {"delta": {"w": torch.full((4,), 1e30)}}
     assert sizes(big)["delta"] == pytest.approx(2e30)
 
 
@@ -307,3 +308,22 @@ def test_wire_round_trip():
 def test_screen_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         Screen(**options)
+
+
+def test_default_of_the_screen_is_what_the_experiment_found():
+    """The table on the page, and the tightest limit that no honest update has met."""
+    from benchmarks import screen
+
+    root = Path(__file__).parents[3]
+    result = json.loads((root / "docs/results/screen.json").read_text())
+    assert screen.show(result) in (root / "docs/flower.md").read_text()
+    rejected = {
+        limit: sum(
+            run["honest_rejected"]
+            for run in result["runs"]
+            if (run["measure"], run["largest"]) == ("standing", limit)
+            and run["story"] in screen.HONEST
+        )
+        for limit in screen.LIMITS
+    }
+    assert min(limit for limit, count in rejected.items() if not count) == Screen().largest

@@ -111,7 +111,7 @@ def test_nobody_there_moves_nothing(tmp_path):
     _, metrics = server.aggregate_train(3, [])
     assert same(before.weights, server.server.weights)
     assert same(before.memory["dual"], server.server.memory["dual"])
-    assert server.server.iteration == 3
+    assert server.server.iteration == 2
     assert metrics["present"] == 0
 
 
@@ -137,8 +137,7 @@ def test_drawn_clients_that_are_offline_are_not_waited_for():
     start = time.monotonic()
     server.start(grid, arrays(model()), 12, evaluate_fn=evaluate)
     assert time.monotonic() - start < 10
-    assert {name for entry in server.rounds for name in entry.present} == {"3"}
-    assert {name for entry in server.rounds for name in entry.absent} == {"0", "1", "2"}
+    assert [entry.present for entry in server.rounds] == [["3"]] * 12
 
 
 def test_a_strategy_is_started_once():

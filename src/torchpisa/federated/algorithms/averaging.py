@@ -144,16 +144,20 @@ class FedNova(FedAvg):
         lr: see `FedAvg`, as for the rest.
     """
 
-    def finish(
-        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
-    ) -> tuple[Message, Fields]:
+    def numbers_after(self, steps: Tensor) -> dict[str, Scalar]:
         norm = steps
         if self.momentum:
             # The gradient of step k is in the buffer of every later one, with a power of momentum.
             geometric = (1 - self.momentum**steps) / (1 - self.momentum)
             norm = (steps - self.momentum * geometric) / (1 - self.momentum)
-        moved = {name: m / norm for name, m in carry["moved"].items()}
-        return Message({"moved": moved}, {"norm": norm}), memory
+        return {"norm": norm}
+
+    def finish(
+        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
+    ) -> tuple[Message, Fields]:
+        numbers = self.numbers_after(steps)
+        moved = {name: m / numbers["norm"] for name, m in carry["moved"].items()}
+        return Message({"moved": moved}, numbers), memory
 
     def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
         effective = total.numbers["norm"] / present
@@ -189,6 +193,22 @@ class Scaffold(LocalSGD):
         change = total.tensors["control"]
         control = {name: c + change[name] for name, c in server.memory["control"].items()}
         return replace(super().close(server, total, present), memory={"control": control})
+
+    def contribution(self, update: Message) -> Fields:
+        return {"control": update.tensors["control"]}
+
+    def standing(
+        self, server: ServerState, update: Message, known: Fields, steps: Tensor
+    ) -> Fields:
+        # The movement as the control variate that goes with it.
+        scale = float(steps) * server.numbers["lr"]
+        common = server.memory["control"]
+        change = {n: -common[n] - m / scale for n, m in update.tensors["moved"].items()}
+        implied = Message({"control": change}, {})
+        return {
+            "control": super().standing(server, update, known, steps)["control"],
+            "moved": super().standing(server, implied, known, steps)["control"],
+        }
 
     def remember(self, weights: Tensors) -> Fields:
         return {"control": zeros(weights)}

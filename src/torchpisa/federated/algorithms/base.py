@@ -131,6 +131,40 @@ class Algorithm(ABC):
         }
         return replace(server, memory=memory)
 
+    def contribution(self, update: Message) -> Fields:
+        """What an update adds to the server's memory, by the name it has there, before alpha."""
+        return {}
+
+    def standing(
+        self, server: ServerState, update: Message, known: Fields, steps: Tensor
+    ) -> Fields:
+        """What tells whether an update is too large; comparable between clients.
+
+        By default where it takes the client's part of the server's memory, or the update itself
+        if there is no such memory. The change alone would not do: when the others have converged
+        it is small, and that of a newcomer is not.
+
+        Args:
+            server: as the round was opened with.
+            update: of one client.
+            known: that client's part of the server's memory so far; empty before its first.
+            steps: local steps that the client has made.
+        """
+        added = self.contribution(update)
+        if not added:
+            return update.tensors
+        return {
+            kind: {
+                name: known[kind][name] + tensor if kind in known else tensor
+                for name, tensor in tensors.items()
+            }
+            for kind, tensors in added.items()
+        }
+
+    def numbers_after(self, steps: Tensor) -> dict[str, Scalar]:
+        """The numbers of an update after `steps` local steps; a server can tell them itself."""
+        return {}
+
     # A client
 
     def remember(self, weights: Tensors) -> Fields:

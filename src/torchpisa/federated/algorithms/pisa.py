@@ -96,6 +96,9 @@ class Penalised(Algorithm):
         memory = {"dual": duals}
         return replace(server, weights=weights, memory=memory, iteration=server.iteration + 1)
 
+    def contribution(self, update: Message) -> Fields:
+        return {"dual": update.tensors["delta"]}
+
     # A client
 
     def remember(self, weights: Tensors) -> Fields:

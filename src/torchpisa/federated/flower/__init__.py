@@ -5,9 +5,22 @@ The server runs a `FederatedStrategy`, every client a `client_app`; both take th
 keeps its sum, and both survive being killed. See the page on Flower.
 """
 
+from torchpisa.federated.flower.checkpoint import InUseError
 from torchpisa.federated.flower.client import client_app
+from torchpisa.federated.flower.files import DamagedFileError
+from torchpisa.federated.flower.privacy import GaussianNoise
 from torchpisa.federated.flower.screen import Screen
-from torchpisa.federated.flower.strategy import FederatedStrategy
+from torchpisa.federated.flower.strategy import FederatedStrategy, NobodyTrainsError
 from torchpisa.federated.flower.wire import arrays, load_arrays
 
-__all__ = ["FederatedStrategy", "Screen", "arrays", "client_app", "load_arrays"]
+__all__ = [
+    "DamagedFileError",
+    "FederatedStrategy",
+    "GaussianNoise",
+    "InUseError",
+    "NobodyTrainsError",
+    "Screen",
+    "arrays",
+    "client_app",
+    "load_arrays",
+]

@@ -1,19 +1,21 @@
 """A client: a `ClientApp` made of a model, data and an algorithm."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from torch import nn
 
 from torchpisa.federated.algorithms import base
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Tensors
 from torchpisa.federated.client import Work, local_round
 from torchpisa.federated.flower.memory import FolderStore, RunStore, Store
+from torchpisa.federated.flower.privacy import GaussianNoise, check_mods
 from torchpisa.federated.flower.wire import (
     HEAD,
     arrays_of,
@@ -41,6 +43,8 @@ def client_app(
     loss: Loss = cross_entropy,
     folder: Folder | Callable[[Context], Folder] = None,
     evaluate: Evaluate | None = None,
+    privacy: GaussianNoise | None = None,
+    mods: Sequence[Mod] = (),
 ) -> ClientApp:
     """The `ClientApp` of a federated training, whatever its algorithm.
 
@@ -59,12 +63,16 @@ def client_app(
             rounds; a path, or a function of the context. Without one it is kept in Flower's
             `context.state`, which is lost with the SuperNode or the run: good for simulations.
         evaluate: measures the global model on the client's data when the server asks for it.
+        privacy: clips and blurs every update before it leaves the client.
+        mods: Flower's, or your own. Those that change the arrays of an answer (differential
+            privacy, secure aggregation) are refused.
 
     Returns:
         An app that answers `train`, `query` and `evaluate` messages of `FederatedStrategy`.
     """
-    client = _Client(model, data, algorithm, loss, folder, evaluate)
-    app = ClientApp()
+    check_mods(mods)
+    client = _Client(model, data, algorithm, loss, folder, evaluate, privacy)
+    app = ClientApp(mods=list(mods))
     app.train()(client.train)
     app.query()(client.introduce)
     app.evaluate()(client.measure)
@@ -81,6 +89,7 @@ class _Client:
     loss: Loss
     folder: Folder | Callable[[Context], Folder]
     evaluate: Evaluate | None
+    privacy: GaussianNoise | None
     _objective: Objective | None = None
     _data: dict[str, Data] = field(default_factory=dict)
 
@@ -104,16 +113,20 @@ class _Client:
 
         store = self._store(content, context, name, fresh)
         memory = None if store is None else store.load()
-        known = None if memory is None else memory.settle(accepted, iteration)
+        life = int(entry(content, "life", int))
+        known = None if memory is None else memory.settle(accepted, iteration, life)
+        old = fresh() if known is None else _to(known, weights)
         update, new, work = local_round(
             algorithm,
             self._network(),
             self._load(name, context),
             down,
-            fresh() if known is None else _to(known, weights),
+            old,
             key=(int(entry(content, "seed", int)), name),
             iteration=iteration,
         )
+        if self.privacy is not None:
+            update, new = self.privacy.protect(algorithm, update, old, new)
         if store is not None and memory is not None:
             # Before the answer: what the server may count must not be lost.
             memory.wait(new, iteration)

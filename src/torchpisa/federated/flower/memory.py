@@ -18,7 +18,14 @@ from torchpisa.federated.algorithms.base import Fields
 from torchpisa.federated.flower import files
 from torchpisa.federated.flower.wire import PayloadError, arrays_of, tensors_of
 
-__all__ = ["FolderStore", "Memory", "MemoryMismatchError", "RunStore", "Store"]
+__all__ = [
+    "FolderStore",
+    "Memory",
+    "MemoryMismatchError",
+    "RunStore",
+    "Store",
+    "training_folder",
+]
 
 NONE = -1
 """The iteration of no update at all."""
@@ -37,20 +44,31 @@ class Memory:
         taken: iteration of the last update that the server is known to have taken.
         pending: goes with update `asked`, of which nothing is known yet.
         asked: iteration of the last update computed.
+        life: how often the server has started this client anew.
     """
 
     committed: Fields | None = None
     taken: int = NONE
     pending: Fields | None = None
     asked: int = NONE
+    life: int = 0
 
-    def settle(self, accepted: int, iteration: int) -> Fields | None:
+    def settle(self, accepted: int, iteration: int, life: int = 0) -> Fields | None:
         """The memory to go on from; None is that of a client before its first round.
 
         Args:
             accepted: iteration of the last update that the server took.
             iteration: of the update that it asks for now.
+            life: how often the server has started this client anew. If it has done so since, it
+                has taken out what this client had contributed, and the memory is void.
         """
+        if life > self.life:
+            self.committed, self.taken, self.pending, self.asked = None, NONE, None, NONE
+            self.life = life
+        if life < self.life:
+            raise MemoryMismatchError(
+                f"this message is for life {life} of this client, which is in life {self.life}"
+            )
         taken = self.pending is not None and accepted == self.asked
         if not taken and accepted != self.taken:
             computed = "none" if self.pending is None else str(self.asked)
@@ -58,7 +76,8 @@ class Memory:
                 f"the server took update {accepted} of this client last, but its memory goes with "
                 f"update {self.taken} (pending: {computed}; -1 is none): either its folder was "
                 "lost, or the server was set back. This client stays out until the one that lost "
-                "its state has it back."
+                "its state has it back, or until the operator of the server starts it anew: "
+                "python -m torchpisa.federated.flower restart CHECKPOINT CLIENT."
             )
         if iteration < self.asked:
             # This message was on its way for long. What it says about `accepted` is history:
@@ -98,7 +117,7 @@ class FolderStore:
     """
 
     def __init__(self, folder: Path, training: str, name: str) -> None:
-        self.file = folder / quote(training, safe="") / f"{quote(name, safe='')}.pt"
+        self.file = training_folder(folder, training) / f"{_one_name(name)}.pt"
 
     def load(self) -> Memory:
         saved = files.load(self.file)
@@ -106,6 +125,18 @@ class FolderStore:
 
     def save(self, memory: Memory) -> None:
         files.save(self.file, vars(memory))
+
+
+def training_folder(folder: Path, training: str) -> Path:
+    """Where the clients in a folder keep their memory of a training: always inside that folder."""
+    return folder / _one_name(training)
+
+
+def _one_name(text: str) -> str:
+    """A text as the name of one file or folder, whatever is in it."""
+    quoted = quote(text, safe="")
+    # These are legal in names, but alone they mean another folder.
+    return (quoted.replace(".", "%2E") or "%") if not quoted.strip(".") else quoted
 
 
 class RunStore:
@@ -126,17 +157,17 @@ class RunStore:
         head = self._state.config_records.get(self._HEAD)
         if head is None:
             return Memory()
-        taken, asked = head["taken"], head["asked"]
-        if not isinstance(taken, int) or not isinstance(asked, int):
+        taken, asked, life = head["taken"], head["asked"], head["life"]
+        if not (isinstance(taken, int) and isinstance(asked, int) and isinstance(life, int)):
             raise PayloadError(f"context.state holds {dict(head)}, not written by torchpisa")
-        return Memory(self._fields("committed"), taken, self._fields("pending"), asked)
+        return Memory(self._fields("committed"), taken, self._fields("pending"), asked, life)
 
     def save(self, memory: Memory) -> None:
         for phase, fields in (("committed", memory.committed), ("pending", memory.pending)):
             for kind in self._like():
                 key = f"torchpisa.{phase}.{kind}"
                 self._state[key] = arrays_of(fields[kind]) if fields is not None else ArrayRecord()
-        head = {"taken": memory.taken, "asked": memory.asked}
+        head = {"taken": memory.taken, "asked": memory.asked, "life": memory.life}
         head |= {"committed": memory.committed is not None, "pending": memory.pending is not None}
         self._state[self._HEAD] = ConfigRecord({name: int(value) for name, value in head.items()})
 

@@ -6,33 +6,38 @@ from collections import deque
 import torch
 
 from torchpisa.checks import check_count, check_range
-from torchpisa.federated.algorithms.base import Algorithm, Message, ServerState, Tensors
+from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, Tensors
 
-__all__ = ["Screen", "Sizes", "sizes", "template"]
+__all__ = ["Screen", "Sizes", "scale", "sizes", "template"]
 
 Sizes = dict[str, float]
 """How large each part of an update is, by name."""
 
 
 class Screen:
-    """Decides whether an update is absurdly large.
+    """Decides whether an update is too large.
 
-    Names, shapes, dtypes and finiteness of an update are checked anyway. Its size (the norm of
-    each field, and each number that comes with it) is compared with the median size of the updates
-    of this round and of recent ones: all that arrived, since a jump that most clients share is
-    not an attack. Of an even number, the lower one is the median, so that one sane client of two
-    is enough. In the first round, updates are held back until all have arrived or the deadline has
-    passed; later ones are judged, and summed up, as they arrive.
+    Names, shapes, dtypes and finiteness of an update are checked anyway. What is measured is the
+    norm of the dual that an update would leave the client with (Scaffold: the control variate;
+    FedAvg, FedProx, FedNova: the movement). It is compared with the median over the updates of
+    this round and of recent ones: all that arrived, since a jump that most clients share is not
+    an attack. Of an even number, the lower one is the median, so that one sane client of two is
+    enough. As long as there are no recent ones, updates are held back until all have arrived or
+    the deadline has passed; later ones are judged, and summed up, as they arrive.
 
-    A majority of clients that lie, or a lie within the limits, is not found out.
+    A majority of clients that lie, or a lie within the limits, is not found out. But the dual of
+    a client that lies in every round is never larger than `largest` times that of an honest one.
 
     Args:
-        largest: updates larger than so many times the median are rejected.
-        ceiling: updates larger than this are rejected even if there is nothing to compare with.
+        largest: updates larger than so many times the median are rejected. The default is what
+            `benchmarks/screen.py` has found: see the page on Flower.
+        ceiling: updates larger than so many times the weights (their norm plus the root of their
+            number, times sigma if that is larger than 1) are rejected even if there is nothing to
+            compare with.
         rounds: how many rounds back the median looks.
     """
 
-    def __init__(self, largest: float = 1e3, ceiling: float = 1e12, rounds: int = 5) -> None:
+    def __init__(self, largest: float = 3.0, ceiling: float = 1e3, rounds: int = 5) -> None:
         check_range("largest", largest, 1)
         check_range("ceiling", ceiling, 0, low_open=True)
         check_count("rounds", rounds)
@@ -45,18 +50,29 @@ class Screen:
         """Whether there is something to compare with."""
         return any(self._recent)
 
-    def complaint(self, size: Sizes, others: list[Sizes]) -> str | None:
+    @property
+    def history(self) -> list[list[Sizes]]:
+        """The sizes of recent rounds, to be saved."""
+        return list(self._recent)
+
+    def resume(self, history: list[list[Sizes]]) -> None:
+        """Go on with the sizes of a run that was interrupted."""
+        self._recent.extend(history)
+
+    def complaint(self, size: Sizes, others: list[Sizes], scale: float = 1.0) -> str | None:
         """What is wrong with an update of this size, if anything.
 
         Args:
             size: of the update.
             others: sizes that arrived in this round so far, its own included.
+            scale: what the ceiling is a multiple of.
         """
+        ceiling = self.ceiling * scale
         for name, value in size.items():
-            if not value <= self.ceiling:
-                return f"{name} is of size {value:.3g}, more than the ceiling of {self.ceiling:g}"
+            if not value <= ceiling:
+                return f"{name} is of size {value:.3g}, more than the ceiling of {ceiling:.3g}"
             known = [sizes[name] for group in (*self._recent, others) for sizes in group]
-            middle = _lower_median([x for x in known if 0 < x <= self.ceiling])
+            middle = _lower_median([x for x in known if 0 < x <= ceiling])
             if middle is not None and value > self.largest * middle:
                 return (
                     f"{name} is of size {value:.3g}, more than {self.largest:g} times the median "
@@ -74,10 +90,15 @@ def _lower_median(values: list[float]) -> float | None:
     return sorted(values)[(len(values) - 1) // 2] if values else None
 
 
-def sizes(update: Message) -> Sizes:
-    """The size of each field of an update and of each of its numbers; not finite if one is not."""
-    found = {name: _norm(tensors) for name, tensors in update.tensors.items()}
-    return found | {name: abs(float(value)) for name, value in update.numbers.items()}
+def sizes(fields: Fields) -> Sizes:
+    """The norm of each field; not finite if an entry is not."""
+    return {name: _norm(tensors) for name, tensors in fields.items()}
+
+
+def scale(server: ServerState) -> float:
+    """What an update may reasonably be as large as: see `ceiling` of `Screen`."""
+    count = sum(w.numel() for w in server.weights.values())
+    return (_norm(server.weights) + math.sqrt(count)) * max(1.0, server.numbers.get("sigma", 1.0))
 
 
 def _norm(tensors: Tensors) -> float:

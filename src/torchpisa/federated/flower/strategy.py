@@ -4,7 +4,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from flwr.app import (
@@ -25,13 +26,15 @@ from torchpisa.data import permutation
 from torchpisa.federated.algorithms import base
 from torchpisa.federated.algorithms.base import Algorithm, ServerState, Tensors
 from torchpisa.federated.flower import checkpoint as checkpoints
+from torchpisa.federated.flower.checkpoint import Checkpoint
 from torchpisa.federated.flower.exchange import exchange
-from torchpisa.federated.flower.roster import Client, Roster
-from torchpisa.federated.flower.screen import Screen
+from torchpisa.federated.flower.ledger import Ledger, withdrawn
+from torchpisa.federated.flower.roster import Admission, Client, Roster
+from torchpisa.federated.flower.screen import Screen, template
 from torchpisa.federated.flower.tally import Round, Tally, weighted_mean
-from torchpisa.federated.flower.wire import HEAD, arrays_of, records, tensors_of
+from torchpisa.federated.flower.wire import HEAD, arrays_of, extent, records, tensors_of
 
-__all__ = ["FederatedStrategy"]
+__all__ = ["FederatedStrategy", "NobodyTrainsError"]
 
 _log = logging.getLogger("flwr.torchpisa")
 
@@ -40,6 +43,16 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _CLOCKS = 60.0
 """Seconds that the clocks of two machines may differ by: messages live so much longer."""
 
+_STRIKES = 2
+"""Answers in a row that are larger than they can be, after which a client is put aside."""
+
+_LOW = 0.5
+"""A share of the samples that answers below which a round is worth a warning."""
+
+
+class NobodyTrainsError(RuntimeError):
+    """Every client that could be asked has refused; the message says why."""
+
 
 class FederatedStrategy(Strategy):
     r"""Federated training with any algorithm of `torchpisa.federated`.
@@ -47,19 +60,31 @@ class FederatedStrategy(Strategy):
     Before the first round, nodes are asked for the name and the number of samples of their client,
     since \(\alpha_i = n_i / n\) must be known. From then on a client that is not there, too late,
     or has sent something unusable is absent: it stays in the sums with what it last contributed,
-    and the round goes on. Clients that join later are admitted.
+    and the round goes on. Clients that join later are admitted. A round in which nothing usable
+    came is tried again, and does not count; if everybody refuses, the run ends with their reasons.
 
     Args:
         algorithm: the algorithm; clients must have the same.
         clients: training starts when so many clients have introduced themselves.
         deadline: seconds that a round may take. Clients that have not answered then are absent.
-        patience: seconds that `clients` clients may take to introduce themselves at the start.
+        patience: seconds that `clients` clients may take to introduce themselves at the start,
+            and that rounds may be tried again, beyond a deadline, without a single usable answer.
         checkpoint: a file that is written after every round, before anybody is told about it. If
             it exists, the training goes on from there: a server that is started again, with the
-            same arguments and as a new run, loses nothing.
+            same arguments and as a new run, loses nothing. Two runs at a time are refused.
         participation: the share of the clients that is drawn for every round, at least one.
         seed: decides how clients shuffle their data and who takes part.
         screen: what is too large to be an update.
+        samples: how many samples each client has, by name. Other clients are not let in, and what
+            clients say themselves is ignored. Without it they are believed, within `max_share`.
+        max_share: the largest part of all samples that one client may claim to have, where there
+            are three or more. One that claims more is left out, with a warning.
+        bind_names: let only the key that first introduced itself with a name use that name. False
+            is for SuperNodes that were started without a key, which have a new one every time.
+        ledger: keep what each client has added to the server's memory, so that a lie stands out
+            and `evict` can take it out again. Costs as much as a copy of the model per client, in
+            memory and in the checkpoint; FedAvg, FedProx and FedNova need none. With False, the
+            default of `screen` is `Screen(largest=1000)`.
         evaluate: ask clients to evaluate the global model after every round.
         poll: seconds between two looks for answers.
 
@@ -79,6 +104,10 @@ class FederatedStrategy(Strategy):
         participation: float = 1.0,
         seed: int = 0,
         screen: Screen | None = None,
+        samples: Mapping[str, int] | None = None,
+        max_share: float = 0.5,
+        bind_names: bool = True,
+        ledger: bool = True,
         evaluate: bool = False,
         poll: float = 0.5,
     ) -> None:
@@ -88,6 +117,9 @@ class FederatedStrategy(Strategy):
         check_range("participation", participation, 0, 1, low_open=True)
         check_count("seed", seed, 0)
         check_range("poll", poll, 0, low_open=True, high_open=True)
+        check_range("max_share", max_share, 0, 1, low_open=True)
+        for name, count in (samples or {}).items():
+            check_count(f"samples[{name!r}]", count)
         self.algorithm = algorithm
         self.rounds: list[Round] = []
         self._least = clients
@@ -96,16 +128,25 @@ class FederatedStrategy(Strategy):
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._participation = participation
         self._seed = seed
-        self._screen = Screen() if screen is None else screen
+        # Without a ledger only the change of a dual can be measured, and a newcomer's is large.
+        default = Screen() if ledger else Screen(largest=1e3)
+        self._screen = default if screen is None else screen
         self._evaluate = evaluate
         self._poll = poll
         self._training = uuid.uuid4().hex
         self._server: ServerState | None = None
         self._opened: ServerState | None = None
-        self._roster = Roster(min(deadline, 60.0), self._admit)
+        admission = Admission(samples, max_share, bind_names)
+        self._roster = Roster(min(deadline, 60.0), self._admit, admission)
+        self._ledger = Ledger() if ledger else None
+        self._generation = 0
+        self._run = "unknown"
         self._chosen: list[str] = []
         self._sent: list[tuple[Metadata, str]] = []
         self._bytes_down = 0
+        self._attempt = 0  # at the round that is open
+        self._strikes: dict[str, int] = {}
+        self._low = 0  # rounds in a row of which few samples were a part
 
     @property
     def server(self) -> ServerState:
@@ -148,30 +189,68 @@ class FederatedStrategy(Strategy):
         check_count("num_rounds", num_rounds, 0)
         if self._server is not None:
             raise RuntimeError("a strategy can be started once: make a new one for a new training")
-        self._begin(initial_arrays)
-        self.summary()
-        result = Result()
-        result.arrays = arrays_of(self.server.weights)
-        seconds = min(self._deadline, timeout)
-        if self.server.iteration < num_rounds:
-            self._gather(grid)
-        self._measure(evaluate_fn, result)
-        while self.server.iteration < num_rounds:
-            number = self.server.iteration + 1
-            config = ConfigRecord() if train_config is None else train_config
+        self._run = _run_id(grid)
+        file = self._checkpoint
+        with nullcontext() if file is None else checkpoints.locked(file, self._run):
+            self._begin(initial_arrays)
+            self.summary()
+            result = Result()
+            result.arrays = arrays_of(self.server.weights)
+            if self.server.iteration < num_rounds:
+                self._gather(grid)
+            self._measure(evaluate_fn, result)
+            train_config = ConfigRecord() if train_config is None else train_config
+            evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+            while self.server.iteration < num_rounds:
+                self._train(grid, result, num_rounds, min(self._deadline, timeout), train_config)
+                self._evaluation(grid, result, min(self._deadline, timeout), evaluate_config)
+                self._measure(evaluate_fn, result)
+        return result
+
+    def _train(
+        self, grid: Grid, result: Result, num_rounds: int, seconds: float, config: ConfigRecord
+    ) -> None:
+        """Try a round until something usable has come, or it is plain that nothing will."""
+        number = self.server.iteration + 1
+        limit = extent(template(self.algorithm, self.server))
+        end = time.monotonic() + self._deadline + self._patience
+        refused: dict[str, str] = {}
+        self._attempt = 0
+        while self.server.iteration < number:
             messages = self.configure_train(number, result.arrays, config, grid)
-            replies = exchange(grid, messages, seconds, self._poll)
+            replies = exchange(grid, messages, seconds, self._poll, limit)
             arrays, metrics = self.aggregate_train(number, replies)
             result.arrays = result.arrays if arrays is None else arrays
             result.train_metrics_clientapp[number] = metrics
             _log.info("round %d of %d: %s", number, num_rounds, dict(metrics))
-            config = ConfigRecord() if evaluate_config is None else evaluate_config
-            messages = self.configure_evaluate(number, result.arrays, config, grid)
-            found = self.aggregate_evaluate(number, exchange(grid, messages, seconds, self._poll))
-            if found is not None:
-                result.evaluate_metrics_clientapp[number] = found
-            self._measure(evaluate_fn, result)
-        return result
+            refused |= self.rounds[-1].rejected
+            if self.server.iteration < number:
+                self._give_up(number, refused, time.monotonic() >= end)
+                self._attempt += 1
+        self._attempt = 0
+
+    def _give_up(self, number: int, refused: Mapping[str, str], late: bool) -> None:
+        """Raise if there is no point in trying a round again."""
+        reachable = [client.name for client in self._roster.reachable]
+        everybody = reachable or list(self._roster.aside)
+        if everybody and all(name in refused for name in everybody):
+            raise NobodyTrainsError(
+                f"nobody trains in round {number}: all {len(everybody)} clients that are online "
+                f"were refused or refuse.\n{_grouped(refused)}"
+            )
+        if late:
+            raise TimeoutError(
+                f"nothing usable came in round {number} for deadline={self._deadline:g} and "
+                f"patience={self._patience:g} s. Online: {reachable}.\n{_grouped(refused)}"
+            )
+
+    def _evaluation(self, grid: Grid, result: Result, seconds: float, config: ConfigRecord) -> None:
+        number = self.server.iteration
+        messages = self.configure_evaluate(number, result.arrays, config, grid)
+        replies = exchange(grid, messages, seconds, self._poll, 1024 * 1024)
+        found = self.aggregate_evaluate(number, replies)
+        if found is not None:
+            result.evaluate_metrics_clientapp[number] = found
 
     def _begin(self, initial: ArrayRecord) -> None:
         weights: Tensors = tensors_of(initial)
@@ -182,9 +261,22 @@ class FederatedStrategy(Strategy):
             self._server = self.algorithm.start(weights)
             return
         self._training, self._server = saved.training, saved.server
-        for name, (samples, accepted) in saved.clients.items():
-            self._roster.clients[name] = Client(name, samples, accepted)
+        self._generation = saved.generation
+        self._roster.evicted, self._roster.lives = set(saved.evicted), saved.lives
+        self._roster.started = True
+        for name, record in saved.clients.items():
+            self._roster.clients[name] = Client(**vars(record), name=name)
+        if self._ledger is not None:
+            self._ledger = self._resumed(saved)
+        self._screen.resume(saved.sizes)
         _log.info("going on after round %d", self.server.iteration)
+
+    def _resumed(self, saved: Checkpoint) -> Ledger | None:
+        missing = [n for n, c in saved.clients.items() if c.accepted >= 0 and n not in saved.ledger]
+        if missing and saved.server.memory:
+            _log.warning("no ledger: the run before had none, so nobody can be evicted")
+            return None
+        return Ledger(saved.ledger)
 
     def _gather(self, grid: Grid) -> None:
         """Wait until enough clients are there, but not forever."""
@@ -194,6 +286,7 @@ class FederatedStrategy(Strategy):
             self._roster.update(grid)
             found = [client.name for client in self._roster.reachable]
             if len(found) >= self._least:
+                self._roster.started = True
                 return
             if time.monotonic() >= end:
                 break
@@ -201,7 +294,8 @@ class FederatedStrategy(Strategy):
         if not resumed:
             raise TimeoutError(
                 f"clients={self._least} clients must introduce themselves within "
-                f"patience={self._patience:g} s, got {len(found)}: {found}"
+                f"patience={self._patience:g} s, got {len(found)}: {found}. "
+                f"{' '.join(self._roster.refused.values())}".rstrip()
             )
         _log.warning("going on with %d clients of %d: %s", len(found), len(self.clients), found)
 
@@ -226,6 +320,16 @@ class FederatedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """What the clients of this round are told; those that are offline are left out."""
+        if self._server is None:
+            raise RuntimeError(
+                "FederatedStrategy must be run by its own start(), got configure_train() before "
+                "it. Flower's wrappers DifferentialPrivacyServerSideFixedClipping, "
+                "DifferentialPrivacyServerSideAdaptiveClipping, "
+                "DifferentialPrivacyClientSideFixedClipping and "
+                "DifferentialPrivacyClientSideAdaptiveClipping cannot hold it: they clip and blur "
+                "weights, and clients send updates whose sum the server keeps. Give "
+                "client_app(privacy=GaussianNoise(...)) instead."
+            )
         present = self._reach(grid)
         self._opened = self.algorithm.open(self.server)
         down = self.algorithm.broadcast(self._opened)
@@ -240,7 +344,8 @@ class FederatedStrategy(Strategy):
         for client, node in present:
             # The arrays are shared by all messages, and Flower sends them to the SuperLink once.
             own = RecordDict(dict(content.items()))
-            own[HEAD] = ConfigRecord({**content.config_records[HEAD], "accepted": client.accepted})
+            state = {"accepted": client.accepted, "life": client.life}
+            own[HEAD] = ConfigRecord({**content.config_records[HEAD], **state})
             messages.append(self._message(own, MessageType.TRAIN, node, server_round, config))
         # Only what Flower says about them: their ids are not known before they are sent.
         metadata = [message.metadata for message in messages]
@@ -257,21 +362,27 @@ class FederatedStrategy(Strategy):
         while not self._roster.reachable and time.monotonic() < end:
             time.sleep(self._poll)
             self._roster.update(grid)
-        self._chosen = self._draw(self.server.iteration)
+        online = {client.name for client in self._roster.reachable}
+        attempt = self._attempt
+        self._chosen = self._draw(self.server.iteration, attempt)
+        while online and not online & set(self._chosen):  # another draw rather than no round
+            attempt += 1
+            self._chosen = self._draw(self.server.iteration, attempt)
         return [
             (client, client.node)
             for client in self._roster.reachable
             if client.name in self._chosen and client.node is not None
         ]
 
-    def _draw(self, iteration: int) -> list[str]:
+    def _draw(self, iteration: int, attempt: int) -> list[str]:
         names = self._roster.names
         if not names:
             return []
         count = max(1, round(self._participation * len(names)))
         if count == len(names):
             return names
-        order = permutation(len(names), "participation", self._seed, iteration)
+        again = (attempt,) if attempt else ()
+        order = permutation(len(names), "participation", self._seed, iteration, *again)
         return [names[i] for i in sorted(order[:count].tolist())]
 
     def _message(
@@ -288,10 +399,8 @@ class FederatedStrategy(Strategy):
         """Sum up what is usable, close the round and make it durable."""
         if self._opened is None:
             raise RuntimeError("aggregate_train() comes after configure_train()")
-        shares = {
-            name: client.samples / self._roster.samples for name, client in self.clients.items()
-        }
-        tally = Tally(self.algorithm, self._opened, self._screen, shares)
+        samples = {name: client.samples for name, client in self.clients.items()}
+        tally = Tally(self.algorithm, self._opened, self._screen, samples, self._seed, self._ledger)
         for reply in replies:
             name = self._sender(reply)
             if name is None:
@@ -299,16 +408,16 @@ class FederatedStrategy(Strategy):
                 continue
             tally.take(name, reply)
         total, share = tally.close()
-        if total is None:
-            self._server = self.algorithm.skip(self._opened)
-        else:
+        if total is not None:
             self._server = self.algorithm.close(self._opened, total, share)
-        self._finite()
-        for name in tally.present:
-            self.clients[name].accepted = self._opened.iteration
+            self._finite()
+            for name in tally.present:
+                self.clients[name].accepted = self._opened.iteration
+            self._save()
         self._opened = None
-        self._save()
         absent = self._roster.lost(self._chosen, tally.present)
+        self._put_aside(tally)
+        self._warn(server_round, share, absent)
         self.rounds.append(Round(server_round, sorted(tally.present), absent, tally.rejected))
         metrics: dict[str, MetricRecordValues] = {
             "present": len(tally.present),
@@ -319,6 +428,34 @@ class FederatedStrategy(Strategy):
             **tally.metrics,
         }
         return arrays_of(self.server.weights), MetricRecord(metrics)
+
+    def _put_aside(self, tally: Tally) -> None:
+        """Stop asking clients whose answers are again and again larger than they can be."""
+        for _, name in self._sent:
+            self._strikes[name] = self._strikes.get(name, 0) + 1 if name in tally.oversized else 0
+            if self._strikes[name] >= _STRIKES:
+                self._roster.aside[name] = tally.rejected[name]
+                _log.warning(
+                    "client %r is put aside for the rest of this run: %d answers in a row were "
+                    "larger than they can be",
+                    *(name, _STRIKES),
+                )
+
+    def _warn(self, number: int, share: float, absent: list[str]) -> None:
+        """Say so if most of the data has no part in the training."""
+        if not absent or share >= _LOW * self._participation:
+            self._low = 0
+            return
+        if self._low % 10 == 0:
+            heavy = sorted(absent, key=lambda name: -self.clients[name].samples)[:5]
+            parts = {name: self.clients[name].samples / self._roster.samples for name in heavy}
+            shown = ", ".join(f"{name!r} ({part:.1%})" for name, part in parts.items())
+            _log.warning(
+                "only %.2g%% of the samples had a part in round %d: the model hardly moves. "
+                "Absent: %s. One that is gone for good is taken out by evict.",
+                *(100 * share, number, shown),
+            )
+        self._low += 1
 
     def _sender(self, reply: Message) -> str | None:
         """The client that an answer must be of, going by the message that it answers."""
@@ -336,13 +473,69 @@ class FederatedStrategy(Strategy):
     def _save(self) -> None:
         if self._checkpoint is None:
             return
-        clients = {name: (c.samples, c.accepted) for name, c in self.clients.items()}
-        checkpoints.save(
-            self._checkpoint,
-            self.algorithm,
-            self._seed,
-            checkpoints.Checkpoint(self._training, self.server, clients),
+        checkpoint = Checkpoint(
+            self._training,
+            self.server,
+            {name: client.record for name, client in self.clients.items()},
+            {} if self._ledger is None else self._ledger.sums,
+            self._screen.history,
+            sorted(self._roster.evicted),
+            self._roster.lives,
+            self._generation,
+            self._run,
         )
+        checkpoints.save(self._checkpoint, self.algorithm, self._seed, checkpoint)
+        self._generation = checkpoint.generation
+
+    # Taking a client's contribution back
+
+    def evict(self, name: str) -> None:
+        """Take a client out of the training, with all it has contributed to the server's memory.
+
+        The weights of the other clients grow as if it had never been there, and it is not let in
+        again. What it did to the global weights stays; the training mends it. Call it between two
+        rounds, as from `evaluate_fn`, or use the command `evict` when no run is under way.
+
+        Raises:
+            KeyError: there is no such client.
+            RuntimeError: there is no ledger.
+        """
+        contribution = self._withdraw(name)
+        before = self._roster.samples
+        client = self._roster.leave(name)
+        after = before - client.samples
+        self._server = withdrawn(self.server, contribution, client.samples, before, after)
+        _log.warning("client %r is evicted", name)
+        self._save()
+
+    def restart(self, name: str) -> None:
+        """Start a client anew, as one that joins now: for one that has lost its memory.
+
+        What it has contributed to the server's memory is taken out, and the client is told to
+        begin with the memory of a newcomer. Its name and its weight stay.
+
+        Raises:
+            KeyError: there is no such client.
+            RuntimeError: there is no ledger.
+        """
+        contribution = self._withdraw(name)
+        client, total = self.clients[name], self._roster.samples
+        self._server = withdrawn(self.server, contribution, client.samples, total, total)
+        client.accepted, client.life = -1, client.life + 1
+        _log.warning("client %r starts anew", name)
+        self._save()
+
+    def _withdraw(self, name: str) -> base.Fields:
+        if name not in self.clients:
+            raise KeyError(f"name must be one of the clients {self._roster.names}, got {name!r}")
+        if self._opened is not None:
+            raise RuntimeError("evict() and restart() are for between two rounds")
+        if self._ledger is None and self.server.memory:
+            raise RuntimeError(
+                "what a client has contributed is not known: FederatedStrategy needs ledger=True "
+                "from the start of a training for evict() and restart()"
+            )
+        return {} if self._ledger is None else self._ledger.forget(name)
 
     # Evaluation by clients
 
@@ -389,3 +582,18 @@ class FederatedStrategy(Strategy):
             self._participation,
             self._seed,
         )
+
+
+def _run_id(grid: Grid) -> str:
+    try:
+        return str(grid.run.run_id)
+    except Exception:  # a grid that has none
+        return "unknown"
+
+
+def _grouped(reasons: Mapping[str, str]) -> str:
+    """Clients by what they said, since many say the same."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault(reason, []).append(name)
+    return "\n".join(f"{', '.join(names)}: {reason}" for reason, names in groups.items())

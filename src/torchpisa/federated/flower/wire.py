@@ -5,10 +5,11 @@ several times over, so the tensors of a field travel as one flat array per dtype
 says how they are laid out, and carries everything else that a message is about.
 """
 
+import hashlib
 import io
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sized
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,11 +21,15 @@ from torchpisa.federated.objective import trainable
 
 __all__ = [
     "HEAD",
+    "OversizeError",
     "PayloadError",
     "arrays",
     "arrays_of",
+    "check_extent",
     "entry",
+    "extent",
     "fields",
+    "fingerprint",
     "head",
     "load_arrays",
     "numbers",
@@ -46,6 +51,10 @@ Layout = list[tuple[str, str, list[int]]]
 
 class PayloadError(ValueError):
     """What came from the network cannot be used; the message says why."""
+
+
+class OversizeError(PayloadError):
+    """What came is larger than it can be, and was not read."""
 
 
 def arrays(model: nn.Module) -> ArrayRecord:
@@ -108,6 +117,42 @@ def _flat(tensors: Tensors) -> ArrayRecord:
 
 def _numpy(tensor: Tensor) -> "np.ndarray[Any, Any]":
     return tensor.detach().cpu().contiguous().numpy()
+
+
+_SLACK = 64 * 1024
+"""Bytes that a message may have beside tensors and layouts."""
+
+
+def extent(like: Message) -> int:
+    """How many bytes a message of this kind may have at most."""
+    return 2 * like.bytes + _layouts(like) + 1024 * 1024
+
+
+def _layouts(like: Message) -> int:
+    return 2 * sum(len(json.dumps(_layout(t))) for t in like.tensors.values()) + _SLACK
+
+
+def check_extent(content: RecordDict, like: Message) -> None:
+    """Raise OversizeError if a message is larger than `like` can be, before any of it is read."""
+    if len(content) > len(like.tensors) + 8:
+        raise OversizeError(f"a message must have few records, got {len(content)}")
+    counts = [len(cast(Sized, record)) for record in content.values()]
+    if max(counts, default=0) > 1000:
+        raise OversizeError(f"a record must have few entries, got {max(counts)}")
+    size = weight(content)
+    allowed = like.bytes + _SLACK
+    if size > allowed:
+        raise OversizeError(f"arrays must have {like.bytes} bytes, got {size}")
+    texts = sum(_length(v) for record in content.config_records.values() for v in record.values())
+    texts += sum(_length(v) for record in content.metric_records.values() for v in record.values())
+    if texts > _layouts(like):
+        raise OversizeError(f"layouts must have at most {_layouts(like)} bytes, got {texts}")
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return sum(map(_length, value)) if isinstance(value, list) else 8
 
 
 def fields(content: RecordDict, like: Fields) -> Fields:
@@ -211,6 +256,11 @@ def numbers(content: RecordDict) -> dict[str, float]:
             raise PayloadError(f"{name!r} must be a number, got {value!r}")
         found[name.removeprefix(_NUMBER)] = float(value)
     return found
+
+
+def fingerprint(public_key: bytes) -> str:
+    """A short name for the public key of a node."""
+    return hashlib.sha256(public_key).hexdigest()
 
 
 def weight(content: RecordDict) -> int:

@@ -1,0 +1,64 @@
+r"""What each client has added to the server's memory, so that it can be taken out again.
+
+The server's memory is a sum over the clients, such as \(\Pi = \sum_i \alpha_i \pi_i\), and a lie in
+it stays there for good. So the server keeps every client's \(\pi_i\), summed up from what it took.
+That costs as much as a copy of the model for each client.
+"""
+
+from dataclasses import replace
+
+from torchpisa.federated.algorithms.base import Fields, ServerState
+
+__all__ = ["Ledger", "withdrawn"]
+
+
+class Ledger:
+    """Sums of updates by client.
+
+    Args:
+        sums: to go on from.
+    """
+
+    def __init__(self, sums: dict[str, Fields] | None = None) -> None:
+        self.sums: dict[str, Fields] = {} if sums is None else sums
+
+    def add(self, name: str, contribution: Fields) -> None:
+        """Enter what an update of a client adds."""
+        known = self.sums.setdefault(name, {})
+        for kind, tensors in contribution.items():
+            if kind in known:
+                known[kind] = {key: known[kind][key] + tensor for key, tensor in tensors.items()}
+            else:
+                known[kind] = {key: tensor.clone() for key, tensor in tensors.items()}
+
+    def forget(self, name: str) -> Fields:
+        """Strike a client out; what it had added."""
+        return self.sums.pop(name, {})
+
+
+def withdrawn(
+    server: ServerState, contribution: Fields, samples: int, before: int, after: int
+) -> ServerState:
+    r"""The server without what a client has added.
+
+    Args:
+        server: before.
+        contribution: the client's \(\pi_i\); empty if none of its updates was taken.
+        samples: of the client, \(n_i\).
+        before: samples of all clients so far, \(n\).
+        after: samples of all clients from now on: \(n - n_i\) if it leaves, \(n\) if it stays
+            and starts anew.
+    """
+    memory: Fields = {}
+    for kind, tensors in server.memory.items():
+        own = contribution.get(kind, {})
+        memory[kind] = {}
+        for key, tensor in tensors.items():
+            # In float64: what is left may be small beside what is taken out.
+            left = before * tensor.double()
+            if key in own:
+                left = left - samples * own[key].double()
+            memory[kind][key] = (
+                (left / after).to(tensor.dtype) if after else tensor.new_zeros(tensor.shape)
+            )
+    return replace(server, memory=memory)
