@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchpisa import NSISA, SISA
+from tests.kernels.given import NSISA, SISA
 from torchpisa.kernels import blocked, loop, native
 from torchpisa.kernels.job import LocalJob, Member, Move, state_key
 from torchpisa.preconditioners import Identity, SecondMoment

@@ -8,9 +8,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.kernels.given import NSISA, SISA
 from tests.kernels.test_foreach import SHAPES, TOLERANCE, nsisa, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
-from torchpisa import NSISA, PISA, SISA
+from torchpisa import PISA
 from torchpisa.kernels import fused, table
 from torchpisa.kernels.optional import without_triton
 from torchpisa.preconditioners import Hessian, SpectralConsensus

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.kernels.given import SISA
 from tests.kernels.test_foreach import SHAPES, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
-from torchpisa import SISA
 from torchpisa.kernels import blocked, loop, native
 
 needs_compiler = pytest.mark.skipif(native._library() is None, reason="needs a C compiler")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchpisa import NSISA, SISA
+from tests.kernels.given import NSISA, SISA
 from torchpisa.kernels import fused
 from torchpisa.kernels.rounding import store
 
