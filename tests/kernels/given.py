@@ -5,9 +5,11 @@ from typing import Any
 import torchpisa
 
 
-def SISA(params: Any, **settings: Any) -> torchpisa.SISA:
-    return torchpisa.SISA(params, **{"sigma": 0.5, "rho": 1e3, **settings})
+class SISA(torchpisa.SISA):
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **{"sigma": 0.5, "rho": 1e3, **settings})
 
 
-def NSISA(params: Any, **settings: Any) -> torchpisa.NSISA:
-    return torchpisa.NSISA(params, **{"sisa_sigma": 0.5, "sisa_rho": 1e3, **settings})
+class NSISA(torchpisa.NSISA):
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **{"sisa_sigma": 0.5, "sisa_rho": 1e3, **settings})
