@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms import nsisa
+from torchpisa.optim import rounds
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.preconditioners import NewtonSchulz
 
@@ -56,19 +57,28 @@ def row(opt: ConsensusOptimizer, old: State, new: State) -> dict[str, float]:
     for i in range(m):
         d, moved = [], []
         for group in opt.param_groups:
-            sigma, rho = group["sigma"][i] / group["lr"], group["rho"][i] / group["lr"]
-            for param in group["params"]:
-                if param not in new:
-                    continue
+            lr = float(rounds.lr(group))
+            held = [param for param in group["params"] if param in new]
+            for param in held:
                 before, after = old[param], new[param]
+                if group["sigma"] is None:  # it follows the gradients of every parameter
+                    sigmas = [float(after[f"sigma.{k}"]) for k in range(m)]
+                    size = sum(other.numel() for other in held)
+                    means = [
+                        sum(o.numel() / size * float(new[o][f"sigma.{k}"]) for o in held)
+                        for k in range(m)
+                    ]
+                else:
+                    sigmas = means = group["sigma"]
+                sigma, rho = sigmas[i] / lr, rounds.per_batch(group, "rho")[i] / lr
                 pi, pi_new = real(before[f"dual.{i}"]), real(after[f"dual.{i}"])
                 took_part = after[f"step.{i}"] > before[f"step.{i}"]
                 delta = (pi_new / group["dual_decay"] - pi) if took_part else 0 * pi
                 d.append(delta / sigma)
                 moved.append(sigma * (real(after["w"]) - real(before["w"])))
                 pis[i].append(pi_new)
-                total = sum(a * s for a, s in zip(alpha, group["sigma"], strict=True))
-                steps.append(torch.full_like(pi, group["lr"] / total))
+                total = sum(a * s for a, s in zip(alpha, means, strict=True))
+                steps.append(torch.full_like(pi, lr / total))
                 q = diagonal(opt, group, i, before, after) if after[f"step.{i}"] > 0 else None
                 if q is not None:
                     first_steps.append(2 / (sigma + rho * q))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from torchpisa import MISA, NSISA, SISA
+from torchpisa import NSISA, SISA
 from torchpisa.diagnostics import Diagnostics
 
 
@@ -47,6 +47,6 @@ def test_shuffled_digits_do_not(batches, batch_size):
     assert not train(NSISA, "shuffled", batches, batch_size)
 
 
-@pytest.mark.parametrize("make", [SISA, MISA])
+@pytest.mark.parametrize("make", [SISA])
 def test_those_that_need_no_warning_do_not(make):
     assert not train(make, "sorted", 10, 64)

@@ -37,7 +37,9 @@ def stepped(entry, steps=1):
 
 
 def takes(cls, settings):
-    """MISA has no sigma, rho and gamma; that it refuses them is Python's business."""
+    """MISA has no sigma, rho and gamma, which Python refuses; SISA has a gamma with sigma only."""
+    if cls is SISA and "gamma" in settings:
+        return False
     return cls is not MISA or settings.keys() <= inspect.signature(cls).parameters.keys()
 
 

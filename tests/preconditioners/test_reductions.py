@@ -128,8 +128,7 @@ def test_aspect_scaling(shape):
 @pytest.mark.parametrize("m", [2, 5])
 def test_identical_batches_equal_one_batch(entry, m):
     one, many = (nn.Parameter(torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
-    same = {"sisa_sigma" if entry.make in (NSISA, MISA) else "sigma": 3.0}
-    same |= {} if entry.make in (NSISA, MISA) else {"rho": 50.0}
+    same = {} if entry.make in (NSISA, MISA) else {"sigma": 3.0, "rho": 50.0}
     a = entry([one], **same)
     b = entry([many], batches=m, weights=list(range(1, m + 1)), **same)
     for noise in gradients(30, (4, 3)):

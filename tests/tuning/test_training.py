@@ -36,7 +36,7 @@ def test_restart_until_it_is_steady() -> None:
 def test_a_restart_begins_where_training_began() -> None:
     net = model()
     start = [tensor.clone() for tensor in net.state_dict().values()]
-    opt = SISA(net.parameters(), batches=2)
+    opt = SISA(net.parameters(), sigma=2.0, batches=2)
     restart = Restart(net, opt)
     for batch in list(loader())[:3]:
         opt.zero_grad()
@@ -55,7 +55,7 @@ def test_a_restart_begins_where_training_began() -> None:
 
 def test_steady_runs_are_left_alone() -> None:
     net = nn.Linear(2, 1)
-    restart = Restart(net, SISA(net.parameters()), iterations=60)
+    restart = Restart(net, SISA(net.parameters(), sigma=0.5), iterations=60)
     noise = torch.randn(500, generator=torch.Generator().manual_seed(0)).tolist()
     losses = [math.exp(-k / 50) * (1 + 0.1 * noise[k]) for k in range(500)]
     assert not any(restart.update(loss) for loss in losses)
@@ -64,14 +64,14 @@ def test_steady_runs_are_left_alone() -> None:
 
 def test_what_happens_after_the_watch_is_not_its_business() -> None:
     net = nn.Linear(2, 1)
-    restart = Restart(net, SISA(net.parameters()), iterations=40)
+    restart = Restart(net, SISA(net.parameters(), sigma=0.5), iterations=40)
     assert not any(restart.update(1 / (1 + k)) for k in range(40))
     assert not restart.update(math.nan)
 
 
 def test_the_last_restart_warns() -> None:
     net = nn.Linear(2, 1)
-    restart = Restart(net, SISA(net.parameters()), restarts=2)
+    restart = Restart(net, SISA(net.parameters(), sigma=0.5), restarts=2)
     assert restart.update(math.inf)
     with pytest.warns(RuntimeWarning, match="not steady after 2 restarts; this was the last"):
         assert restart.update(math.inf)
@@ -80,7 +80,7 @@ def test_the_last_restart_warns() -> None:
 
 def test_restart_needs_a_fresh_optimizer() -> None:
     net = nn.Linear(2, 1)
-    opt = SISA(net.parameters())
+    opt = SISA(net.parameters(), sigma=0.5)
     net(torch.ones(1, 2)).sum().backward()
     opt.step()
     with pytest.raises(ValueError, match=r"optimizer must not have taken a step yet, got .* 1"):
@@ -128,7 +128,7 @@ def test_balancing_stops_when_closed() -> None:
 
 
 def test_bad_arguments() -> None:
-    opt = SISA([nn.Parameter(torch.ones(3))])
+    opt = SISA([nn.Parameter(torch.ones(3))], sigma=0.5)
     with pytest.raises(ValueError, match="ratio must be a finite number >= 1, got 0"):
         ResidualBalancing(opt, ratio=0)
     with pytest.raises(ValueError, match="factor must be a finite number > 1, got 1"):

@@ -74,7 +74,7 @@ class Diagnostics:
     between the same two steps, and have the same rows. The first of them writes the files.
 
     Args:
-        optimizer: a `PISA`, `SISA`, `NSISA` or `MISA`.
+        optimizer: a `PISA`, `SISA` or `NSISA`.
         every: rounds from row to row.
         csv: a file that rows are appended to, also when training is resumed.
         tensorboard: a writer with `add_scalar(tag, value, step)`, such as torch's `SummaryWriter`.
@@ -104,7 +104,8 @@ class Diagnostics:
     ) -> None:
         if not isinstance(optimizer, ConsensusOptimizer):
             raise ValueError(
-                f"optimizer must be one of torchpisa's, got {type(optimizer).__name__}"
+                "optimizer must be a PISA, SISA or NSISA, which have a dual for each batch, got "
+                f"{type(optimizer).__name__}"
             )
         check_count("every", every)
         if callback is not None and not callable(callback):

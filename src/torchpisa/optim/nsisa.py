@@ -160,6 +160,9 @@ class NSISA(ConsensusOptimizer):
             # The group's sigma and rho are for matrices.
             for name in ("sigma", "rho"):
                 group[name] = group.get(f"sisa_{name}", self.defaults[f"sisa_{name}"])
+            if group["sigma"] is None:
+                # Nothing of sigma is left to be divided, or to begin with.
+                group.update(gamma=1.0, initial_consensus=False)
             lr = group.get("lr", self.defaults["lr"])
             if isinstance(lr, Tensor):
                 # One of its own: a scheduler that changes the other's in place would do it twice.

@@ -66,7 +66,7 @@ class SISA(ConsensusOptimizer):
         >>> import torch, torchpisa
         >>> w = torch.nn.Parameter(torch.tensor([3.0]))
         >>> opt = torchpisa.SISA([w], lr=0.03)
-        >>> for _ in range(300):
+        >>> for _ in range(1000):
         ...     opt.zero_grad()
         ...     (0.5 * (w - 1) ** 2).sum().backward()
         ...     opt.step()

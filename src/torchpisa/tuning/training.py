@@ -44,7 +44,7 @@ class Restart:
         >>> import torch, torchpisa
         >>> from torchpisa.tuning import Restart
         >>> model = torch.nn.Linear(2, 1)
-        >>> opt = torchpisa.SISA(model.parameters())
+        >>> opt = torchpisa.SISA(model.parameters(), sigma=0.5)
         >>> restart = Restart(model, opt)
         >>> for step in range(5):
         ...     opt.zero_grad()
