@@ -62,7 +62,7 @@ def row(opt: ConsensusOptimizer, old: State, new: State) -> dict[str, float]:
             for param in held:
                 before, after = old[param], new[param]
                 if group["sigma"] is None:  # it follows the gradients of every parameter
-                    sigmas = [float(after[f"sigma.{k}"]) for k in range(m)]
+                    sigmas = [max(float(after[f"sigma.{k}"]), 1e-30) for k in range(m)]
                     size = sum(other.numel() for other in held)
                     means = [
                         sum(o.numel() / size * float(new[o][f"sigma.{k}"]) for o in held)

@@ -133,7 +133,8 @@ def test_own_preconditioners() -> None:
 
 def test_parameters_that_are_partly_orthogonalised_count_together() -> None:
     model = network()
-    (row,) = compared(model, NSISA(model.parameters(), ns_dtype=None, sigma=50.0), 1, rel=1e-6)
+    opt = NSISA(model.parameters(), ns_dtype=None, sigma=50.0, sisa_sigma=0.5)
+    (row,) = compared(model, opt, 1, rel=1e-6)
     assert row["step_min"] == pytest.approx(1 / 50)
     assert row["step_max"] == pytest.approx(2.0)
 

@@ -380,5 +380,5 @@ def test_bad_input(
 
 def test_other_optimizers_are_refused() -> None:
     opt: Any = torch.optim.SGD(network().parameters())
-    with pytest.raises(ValueError, match="optimizer must be one of torchpisa's, got SGD"):
+    with pytest.raises(ValueError, match=r"optimizer must be a PISA, SISA or NSISA.*got SGD"):
         Diagnostics(opt)

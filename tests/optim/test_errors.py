@@ -147,7 +147,7 @@ def test_nonfinite_gradients_raise_by_default(entry, value):
 
 def test_gamma_rule_out_of_range():
     p = nn.Parameter(torch.ones(2))
-    opt = SISA([p], gamma=lambda iteration: 1.0 if iteration < 2 else 1.5)
+    opt = SISA([p], sigma=0.5, gamma=lambda iteration: 1.0 if iteration < 2 else 1.5)
     for _ in range(2):
         p.grad = torch.ones(2)
         opt.step()

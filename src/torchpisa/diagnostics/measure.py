@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchpisa.algorithms.pisa import Scalar
 from torchpisa.diagnostics.sample import Layout, Section
 from torchpisa.kernels import foreach, sharded
 from torchpisa.kernels.job import TINY, real, state_key
@@ -152,13 +151,13 @@ def _numbers(optimizer: ConsensusOptimizer, section: Section) -> _Numbers:
     return _Numbers(sigma.view(n, m).t(), rho.view(n, m).t(), lr, weights[:, None])
 
 
-def _mean_sigmas(optimizer: ConsensusOptimizer, group: rounds.Group) -> list[Scalar]:
+def _mean_sigmas(optimizer: ConsensusOptimizer, group: rounds.Group) -> list[float | Tensor]:
     """Return sigma of a group by batch; where it follows gradients, the mean over its elements."""
     if not rounds.follows(group):
         return rounds.per_batch(group, "sigma")
     params = [param for param in group["params"] if optimizer.state.get(param)]
     elements = max(1, sum(param.numel() for param in params))
-    means: list[Scalar] = []
+    means: list[float | Tensor] = []
     for slot in range(optimizer.batches):
         own = [
             param.numel() / elements * optimizer.state[param][state_key("sigma", slot)]
