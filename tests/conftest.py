@@ -1,4 +1,4 @@
-"""Seeds, the skip of tests that need a GPU, and Triton's interpreter where there is none."""
+"""Seeds, groups of tests, the skip of those that need a GPU, Triton's interpreter without one."""
 
 import os
 
@@ -10,13 +10,32 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            _keep_group(item)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _keep_group(item: pytest.Item) -> None:
+    """Let pytest-xdist see the group of a test, which it looks for behind an @ in its id.
+
+    pytest-xdist 3.8 writes it to `_nodeid`, which pytest 9.2 does not read: without this, groups
+    are silently ignored, and all tests with processes of their own run beside one another.
+    """
+    mark = item.get_closest_marker("xdist_group")
+    if mark is None:
+        return
+    suffix = f"@{mark.args[0]}"
+    if not item.nodeid.endswith(suffix):
+        from _pytest.nodeid import coerce_node_id
+
+        item._id = coerce_node_id(item.nodeid + suffix)
 
 
 @pytest.fixture(autouse=True)

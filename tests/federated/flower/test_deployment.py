@@ -22,6 +22,12 @@ CLIENTS = 3
 pytestmark = pytest.mark.xdist_group("flower")  # one after the other, beside one other test
 
 
+def test_runs_in_its_group(request):
+    """Otherwise two workers start SuperNodes at once, which is too much for two cores."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@flower")
+
+
 @pytest.fixture(scope="module")
 def task():
     return example_module("federated_digits/task.py")
