@@ -97,8 +97,6 @@ PILOT = (
     trial("misa", rest="own", lr=3.6e-3, momentum=0.85),
     *(trial("misa", rest="own", lr=3e-3, momentum=momentum) for momentum in (0.85, 0.8)),
     trial("misa", rest="own", lr=3.6e-3, row_beta=None),
-    trial("misa", rest="own", lr=3.6e-3, look_ahead=1.5),
-    trial("misa", rest="own", lr=3.6e-3, beta=0.95),
 )
 
 # First guesses, but for SISA's: it is the one that needs care here.
