@@ -14,6 +14,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.problem import (
+    SIZE,
     alone,
     backward,
     batch,
@@ -153,6 +154,36 @@ def loss_with(reduce_dtype: torch.dtype | None) -> float:
 
 def losses_by_dtype() -> list[float]:
     return [loss_with(dtype) for dtype in (None, torch.bfloat16, torch.float16)]
+
+
+def following(batches: int) -> Any:
+    model = network()
+    opt = SISA(
+        model.parameters(),
+        process_group=distributed.group.WORLD,
+        batches=batches,
+        weights=[SIZE[node] for node in here(batches)],
+    )
+    for step in range(20):
+        for node in here(batches):
+            opt.zero_grad()
+            backward(model, node, step, torch.float64)
+            opt.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_sigma_that_follows_is_summed_over_all_ranks(batches: int) -> None:
+    model = network()
+    opt = SISA(model.parameters(), batches=2 * batches, weights=SIZE[: 2 * batches])
+    for step in range(20):
+        for node in range(2 * batches):
+            opt.zero_grad()
+            backward(model, node, step, torch.float64)
+            opt.step()
+    results = run(following, 2, batches)
+    assert identical(results)
+    assert difference(results, weights(model)) <= 1e-10
 
 
 def test_half_precision_on_the_wire_ends_at_the_same_loss() -> None:
@@ -468,25 +499,25 @@ def test_bad_input_is_refused(answers: list[dict[str, str]], case: str, message:
         assert re.search(message, told[case]), told[case]
 
 
-def with_defaults() -> tuple[list[float], list[float], float]:
-    opt = SISA(network().parameters(), process_group=distributed.group.WORLD)
+def with_rho_only() -> tuple[list[float], list[float], float]:
+    opt = SISA(network().parameters(), rho=100.0, process_group=distributed.group.WORLD)
     group = opt.param_groups[0]
     return group["sigma"], group["rho"], opt.effective()[0].step
 
 
-def test_defaults_are_those_of_several_batches() -> None:
-    assert run(with_defaults, 2) == [([2.0], [100.0], 0.5)] * 2
+def test_default_sigma_is_that_of_several_batches() -> None:
+    assert run(with_rho_only, 2) == [([2.0], [100.0], 0.5)] * 2
 
 
 def with_itself() -> bool:
     group = distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
     model = network()
-    opt = SISA(model.parameters(), process_group=group)
+    opt = SISA(model.parameters(), rho=10.0, process_group=group)
     assert opt.param_groups[0]["sigma"] == [0.5]
     backward(model, 0, 0, torch.float64)
     opt.step()
     other = network()
-    plain = SISA(other.parameters())
+    plain = SISA(other.parameters(), rho=10.0)
     backward(other, 0, 0, torch.float64)
     plain.step()
     return identical([weights(model), weights(other)])

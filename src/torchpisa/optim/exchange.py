@@ -138,10 +138,11 @@ class Exchange:
         totals = iter(sums)
         for number, (group, own) in enumerate(zip(groups, members, strict=True)):
             values = list(islice(totals, counts[number]))
-            summed = Totals(*values)
             if rounds.follows(group):
                 keys = (id(member.origin) for member in all_members[number])
                 summed = Totals(dict(zip(keys, values, strict=True)))
+            else:
+                summed = Totals(*values)
             if not told or moves:
                 rounds.consensus(group, number, own, preconditioners[number], summed, keep, plans)
         for group in groups:

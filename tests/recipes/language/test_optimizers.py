@@ -38,7 +38,7 @@ def loss_of(net: nn.Module, batch: Tensor = BATCH) -> Tensor:
 
 
 CHOICES = [choose(name) for name in NAMES]
-CHOICES += [choose(name, rest="sisa") for name in ("nsisa", "misa")]
+CHOICES += [choose(name, rest="own") for name in ("nsisa", "misa")]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_settings_reach_the_optimizer() -> None:
     assert other.param_groups[0]["lr"] == 3.6e-3
     shapes = {tuple(param.shape) for param in other.param_groups[0]["params"]}
     assert shapes == {(256, 64)}  # the embedding, though it is a matrix
-    whole = build_team(choose("nsisa", rest="sisa"), model())
+    whole = build_team(choose("nsisa", rest="own"), model())
     assert not whole.averaging
 
 
@@ -87,7 +87,7 @@ def test_wrong_settings_raise() -> None:
         build_team(Choice("sgd"), model())
     with pytest.raises(ValueError, match="unknown argument sigmma"):
         build_team(choose("sisa", sigmma=1.0), model())
-    with pytest.raises(ValueError, match="rest must be 'adamw' or 'sisa', got 'muon'"):
+    with pytest.raises(ValueError, match="rest must be 'adamw' or 'own', got 'muon'"):
         build_team(choose("nsisa", rest="muon"), model())
 
 
@@ -189,7 +189,7 @@ def test_state_bytes() -> None:
         (choose("sisa"), 8 * (matrices + rest)),
         (choose("muon"), 4 * matrices + 8 * rest),
         (choose("nsisa"), 8 * (matrices + rest)),
-        (choose("misa"), 4 * matrices + 8 * rest),
+        (choose("misa", row_beta=None), 4 * matrices + 8 * rest),
     ]:
         if lacks(choice) is None:
             team = build_team(choice, net)

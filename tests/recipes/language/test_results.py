@@ -89,7 +89,7 @@ def test_statements(done: Results) -> None:
     rest = {(check.panel, check.paper): check for check in checks if check not in of_pilot}
     assert len(rest) == 5  # loss and time of both, state of one
     behind = [check for check in rest.values() if not check.holds]
-    assert {check.panel for check in behind} == {"NSISA", "MISA"}
+    assert {check.panel for check in behind} == {"NSISA"}  # MISA is ahead
     assert all("Muon's 3.983" in check.paper for check in behind)
 
 
@@ -104,11 +104,10 @@ def test_ahead_of_muon_with_half_the_state() -> None:
     ahead = results(CONFIG, lambda s: 3.9 if s.choice.name == "misa" else like_the_pilot(s))
     for run in ahead["runs"].values():
         if run["settings"]["choice"]["name"] == "misa":
-            run["state_bytes"], run["optimizer_ms"] = 1001, 14.0
-    verdicts = {c.paper.split(" ")[0]: c.holds for c in RECIPE.check(ahead) if c.panel == "MISA"}
-    assert verdicts["at"]
-    assert not verdicts["no"]
-    assert not verdicts["a"]  # 1.4 x the time
+            run["state_bytes"], run["optimizer_ms"] = 1011, 14.0
+    checks = [c for c in RECIPE.check(ahead) if c.panel == "MISA" and "(pilot)" not in c.paper]
+    verdicts = {" ".join(c.paper.split(" ")[:2]): c.holds for c in checks}
+    assert verdicts == {"at or": True, "at most": False, "a step": False}  # 1.4 x the time
 
 
 def test_times_of_a_cpu_make_no_statement(done: Results) -> None:
