@@ -66,7 +66,7 @@ def test_what_is_logged() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
-@pytest.mark.parametrize("optimizer", (*OPTIMIZERS, *EXTRA))
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *EXTRA])
 def test_every_optimizer_moves_all_weights(algorithm: str, optimizer: str) -> None:
     config = dataclasses.replace(CONFIG, algorithm=algorithm)
     own = settings(config, "half_cheetah", optimizer, 0)
