@@ -23,6 +23,7 @@ LINES: list[Any] = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 SUFFIXES = {
     "sisa_steps": "SISA, published steps",
     "sisa_defaults": "SISA, defaults",
+    "sisa_lr": "SISA, Adam's rate",
     "misa_adam_rate": "MISA, Adam's rate",
 }
 

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from recipes.recipe import Recipe
-from recipes.rl.config import ALGORITHMS, OPTIMIZERS, PRESETS, TASKS, Config, plan
+from recipes.rl.config import ALGORITHMS, EXTRA, OPTIMIZERS, PRESETS, TASKS, Config, plan
 from recipes.rl.results import check, condense, draw, report
 from recipes.rl.run import PACKAGES, lacks, run
 
@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithm", choices=list(ALGORITHMS), help="default: the preset's, or the paper's"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, **several)
+    parser.add_argument("--optimizer", choices=(*OPTIMIZERS, *EXTRA), **several)
     parser.add_argument("--epochs", type=int, help="of the preset's number of steps each")
     parser.add_argument("--seeds", type=int, help="runs per task and optimizer")
 
@@ -28,7 +28,7 @@ def configure(config: Config, args: argparse.Namespace) -> Config:
     given = {
         "tasks": tuple(dict.fromkeys(args.task or ())),
         "algorithm": args.algorithm,
-        "optimizers": tuple(name for name in OPTIMIZERS if name in (args.optimizer or ())),
+        "optimizers": tuple(dict.fromkeys(args.optimizer or ())),
         "epochs": args.epochs,
         "seeds": args.seeds,
     }

@@ -7,10 +7,12 @@ from typing import Any
 from recipes.optimizers import Choice
 from recipes.rows import ROWS
 
-__all__ = ["ALGORITHMS", "OPTIMIZERS", "PRESETS", "TASKS"]
+__all__ = ["ALGORITHMS", "EXTRA", "OPTIMIZERS", "PRESETS", "TASKS"]
 __all__ += ["Algorithm", "Config", "Settings", "Task", "choose", "label", "plan", "settings"]
 
 OPTIMIZERS = ("sisa", "misa", "adam")
+# Beside them: SISA in place of Adam as MISA is, with its learning rate and minibatches, m = 1.
+EXTRA = ("sisa_lr",)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Config:
     Attributes:
         tasks: some of `TASKS`.
         algorithm: one of `ALGORITHMS`, or None for the one that the paper trains on a task.
-        optimizers: some of `OPTIMIZERS`.
+        optimizers: some of `OPTIMIZERS` and `EXTRA`.
         epochs: how far a run goes; None for what `TASKS` says.
         horizon: epochs in which learning rates go down to zero, the paper's E.
         epoch_steps: environment steps between two evaluations.
@@ -97,7 +99,7 @@ class Config:
 
     tasks: tuple[str, ...] = tuple(TASKS)
     algorithm: str | None = None
-    optimizers: tuple[str, ...] = OPTIMIZERS
+    optimizers: tuple[str, ...] = (*OPTIMIZERS, *EXTRA)
     epochs: int | None = None
     horizon: int = 100
     epoch_steps: int = 30_000
@@ -119,7 +121,7 @@ class Config:
 
 PRESETS = {
     "quick": Config(
-        *(("double_pendulum",), "ppo"),
+        *(("double_pendulum",), "ppo", OPTIMIZERS),
         **{"epochs": 6, "epoch_steps": 2048, "episodes": 5, "seeds": 1},
     ),
     "paper": Config(),
@@ -178,12 +180,13 @@ def label(task: str, algorithm: str, optimizer: str, seed: int) -> str:
 
 
 def choose(task: str, algorithm: str, optimizer: str) -> Choice:
-    """How an optimizer is set: the paper's row for SISA, Tianshou's learning rate for the others.
+    """How an optimizer is set: `sisa` by the paper's row, the others by Tianshou's learning rate.
 
     Nothing was tuned for any of them.
     """
     if optimizer != "sisa":
-        return Choice(optimizer, {"lr": ALGORITHMS[algorithm].lr})
+        name = optimizer.partition("_")[0]
+        return Choice(name, {"lr": ALGORITHMS[algorithm].lr}, label=optimizer)
     row = ROWS[f"rl/{task if TASKS[task].algorithm == algorithm else ROW[algorithm]}"]
     return Choice("sisa", {"sigma": row.sigma, "rho": row.rho, "beta": row.beta}, row.batches)
 
@@ -219,8 +222,10 @@ def plan(config: Config) -> dict[str, Settings]:
     """All runs by name, task after task, so that an early end leaves whole comparisons."""
     runs = [
         settings(config, task, optimizer, seed)
+        for optimizers in (OPTIMIZERS, EXTRA)
         for task in config.tasks
         for seed in range(config.seed, config.seed + config.seeds)
-        for optimizer in config.optimizers
+        for optimizer in optimizers
+        if optimizer in config.optimizers
     ]
     return {run.name: run for run in runs}

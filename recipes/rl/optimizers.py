@@ -43,11 +43,11 @@ class EpochDecay:
 def factory(settings: Settings) -> OptimizerFactory:
     """Return what makes the optimizer of a run.
 
-    Adam and MISA have Tianshou's learning rate and its linear decay; SISA has the paper's row, in
-    which gamma is the decay.
+    What has a learning rate has Tianshou's, and its linear decay; SISA with the paper's row has a
+    gamma, which is a decay of its own.
     """
-    choice, chosen = settings.choice, OPTIMIZERS[settings.choice.name](settings)
-    if choice.name == "sisa":
+    chosen = OPTIMIZERS[settings.choice.label](settings)
+    if "lr" not in settings.choice.options:
         return chosen
     return chosen.with_lr_scheduler_factory(
         LRSchedulerFactoryLinear(
@@ -65,6 +65,10 @@ def sisa(settings: Settings) -> OptimizerFactory:
     return PISAOptimizerFactory(SISA, **choice.options, **options)
 
 
+def sisa_lr(settings: Settings) -> OptimizerFactory:
+    return PISAOptimizerFactory(SISA, nonfinite="ignore", **settings.choice.options)
+
+
 def misa(settings: Settings) -> OptimizerFactory:
     return PISAOptimizerFactory(
         MISA, groups=hidden_matrices, nonfinite="ignore", **settings.choice.options
@@ -76,7 +80,7 @@ def adam(settings: Settings) -> OptimizerFactory:
 
 
 # A run that diverges is seen by its weights and ends: gradients are not looked at.
-OPTIMIZERS = {"sisa": sisa, "misa": misa, "adam": adam}
+OPTIMIZERS = {"sisa": sisa, "misa": misa, "adam": adam, "sisa_lr": sisa_lr}
 
 
 def hidden_matrices(module: nn.Module) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from recipes.rl.run import lacks
 from recipes.rows import ROWS
 
 CONFIG = PRESETS["paper"]
+REWARDS = {"sisa": 2000.0, "misa": 500.0, "adam": 1000.0, "sisa_lr": 1000.0}
 
 
 def log(own: Settings, reward: float) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def log(own: Settings, reward: float) -> dict[str, Any]:
 def results(rewards: dict[str, float]) -> Results:
     """Seeds differ by 10; the end is the mean of the last three evaluations, below the last."""
     runs = {
-        name: condense(log(own, rewards[own.choice.name] + 10 * own.seed))
+        name: condense(log(own, rewards[own.choice.label] + 10 * own.seed))
         for name, own in plan(CONFIG).items()
     }
     shared = json.loads(json.dumps(dataclasses.asdict(CONFIG)))
@@ -50,7 +51,8 @@ def results(rewards: dict[str, float]) -> Results:
 
 def test_plan_of_the_paper() -> None:
     runs = plan(CONFIG)
-    assert len(runs) == 4 * 3 * 3
+    assert len(runs) == 4 * 4 * 3
+    assert not any("sisa_lr" in name for name in list(runs)[:36])  # what is beside comes last
     assert {(run.task, run.algorithm) for run in runs.values()} == {
         ("ant", "ppo"),
         ("humanoid", "ppo"),
@@ -75,7 +77,7 @@ def test_sisa_has_the_row_of_the_paper(task: str) -> None:
 def test_others_have_tianshous_learning_rate_and_data() -> None:
     for run in plan(CONFIG).values():
         tianshou = ALGORITHMS[run.algorithm]
-        if run.choice.name != "sisa":
+        if run.choice.label != "sisa":
             assert run.choice.options == {"lr": tianshou.lr}
             assert (run.collect, run.minibatch) == (tianshou.collect, tianshou.minibatch)
 
@@ -104,9 +106,9 @@ def test_condensed_run() -> None:
 
 
 def test_statements_are_about_means_over_seeds() -> None:
-    checks = RECIPE.check(results({"sisa": 2000.0, "misa": 500.0, "adam": 1000.0}))
-    assert len(checks) == 8
-    assert [check.holds for check in checks] == [True, False] * 4
+    checks = RECIPE.check(results(REWARDS))
+    assert len(checks) == 12
+    assert [check.holds for check in checks] == [True, False, False] * 4
     assert checks[0].panel == "Ant, PPO"
     assert checks[0].paper == "SISA above Adam"
     assert checks[0].here == "1,809 and 909"
@@ -114,18 +116,18 @@ def test_statements_are_about_means_over_seeds() -> None:
 
 
 def test_missing_runs_make_no_statements() -> None:
-    found = results({"sisa": 2000.0, "misa": 500.0, "adam": 1000.0})
+    found = results(REWARDS)
     found["runs"] = {name: run for name, run in found["runs"].items() if "adam" not in name}
     assert RECIPE.check(found) == []
     assert "SISA" in RECIPE.report(found)
 
 
 def test_report_and_picture(tmp_path: Path) -> None:
-    found = results({"sisa": 2000.0, "misa": 500.0, "adam": 1000.0})
+    found = results(REWARDS)
     text = RECIPE.report(found)
     assert "| SISA | m 4, sigma 5, rho 20000, beta 0.999 | 3 | 307,200 |" in text
     assert "**1809 ± 9**" in text
-    assert "36 runs on one core each" in text
+    assert "48 runs on one core each" in text
     assert "tianshou 2.0.1" in text
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install torchpisa[rl]")
     for name in ("first", "second"):

@@ -19,7 +19,7 @@ pytest.importorskip("mujoco", reason="needs MuJoCo: pip install torchpisa[rl]")
 
 from recipes import __main__ as command
 from recipes.rl.agent import Agent
-from recipes.rl.config import OPTIMIZERS, PRESETS, Settings, settings
+from recipes.rl.config import EXTRA, OPTIMIZERS, PRESETS, Settings, settings
 from recipes.rl.run import Training, run
 
 CONFIG = PRESETS["paper"]
@@ -66,7 +66,7 @@ def test_what_is_logged() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *EXTRA])
 def test_every_optimizer_moves_all_weights(algorithm: str, optimizer: str) -> None:
     config = dataclasses.replace(CONFIG, algorithm=algorithm)
     own = settings(config, "half_cheetah", optimizer, 0)
