@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from tests.tuning.problem import loader, model, scaled
-from torchpisa import SISA
+from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa.preconditioners import SecondMoment
 from torchpisa.tuning import calibrate
 
 
@@ -95,3 +96,17 @@ def test_bad_data() -> None:
         calibrate(model(), scaled(0.0), batches())
     with pytest.raises(ValueError, match=r"gradients must be finite and not all zero, got .* nan"):
         calibrate(model(), scaled(math.nan), batches())
+
+
+def test_a_result_is_for_one_kind_of_optimizer() -> None:
+    net, data = model(), batches()
+    sisa, nsisa = (calibrate(net, scaled(), data, optimizer=cls) for cls in (SISA, NSISA))
+    assert nsisa == {f"sisa_{name}": value for name, value in sisa.items()}
+    assert NSISA(net.parameters(), **nsisa).param_groups[1]["sigma"] == [sisa["sigma"]]
+    PISA(net.parameters(), SecondMoment(), **sisa)
+    with pytest.raises(ValueError, match=r"sigma must be calibrated for NSISA, got .* for SISA"):
+        NSISA(net.parameters(), **sisa)
+    with pytest.raises(TypeError, match="sigma"):
+        MISA(net.parameters(), **sisa)
+    with pytest.raises(ValueError, match="optimizer must be SISA or NSISA, got 'MISA'"):
+        calibrate(net, scaled(), data, optimizer=MISA)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.problem import loader, model, scaled
-from torchpisa import PISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.tuning import find_sigma
 from torchpisa.tuning.steadiness import judge
 
@@ -79,3 +79,11 @@ def test_judge(losses: list[float], verdict: str) -> None:
 def test_bad_arguments(more: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_sigma(model(), scaled(), loader(), **more)
+
+
+def test_each_optimizer_has_its_scale() -> None:
+    net = model()
+    found = find_sigma(net, scaled(), loader(), NSISA, trials=10, steps=40)
+    assert found.trials[0].sigma == 80 / 32
+    with pytest.raises(ValueError, match="got MISA: choose its lr instead"):
+        find_sigma(net, scaled(), loader(), MISA)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchpisa.checks import check_choice, check_range
 
 __all__ = [
+    "Calibrated",
     "check_dtype",
     "check_following",
     "check_gamma",
@@ -24,6 +25,7 @@ __all__ = [
     "numbers",
     "per_batch",
     "plain",
+    "refuse_foreign",
     "reject_unknown",
     "shares",
     "warn_about_absolute_lr",
@@ -139,6 +141,31 @@ def check_shared(group: Mapping[str, Any]) -> None:
     check_choice("nonfinite", group["nonfinite"], ("raise", "skip", "ignore"))
     if group["clip"] is not None:
         check_range("clip", group["clip"], 0, low_open=True)
+
+
+class Calibrated(float):
+    """A penalty that was calibrated for one kind of optimizer.
+
+    Attributes:
+        optimizer: its name.
+    """
+
+    optimizer: str
+
+    def __new__(cls, value: float, optimizer: str) -> "Calibrated":
+        made = super().__new__(cls, value)
+        made.optimizer = optimizer
+        return made
+
+
+def refuse_foreign(given: Mapping[str, Any], optimizer: str) -> None:
+    """Raise ValueError if a penalty was calibrated for an optimizer with another scale."""
+    for name, value in given.items():
+        if isinstance(value, Calibrated) and optimizer not in (value.optimizer, "PISA"):
+            raise ValueError(
+                f"{name} must be calibrated for {optimizer}, got {value:g} for {value.optimizer}: "
+                f"call calibrate(..., optimizer={optimizer})"
+            )
 
 
 def check_following(group: Mapping[str, Any]) -> None:

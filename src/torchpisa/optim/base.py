@@ -15,6 +15,7 @@ from torchpisa.kernels.fused import Plans
 from torchpisa.kernels.job import Member
 from torchpisa.optim import nonfinite, report, rounds, traced
 from torchpisa.optim.grouped import GroupedOptimizer
+from torchpisa.optim.guard import Guard
 from torchpisa.optim.undo import Undo
 
 __all__ = ["ConsensusOptimizer"]
@@ -50,6 +51,7 @@ class ConsensusOptimizer(GroupedOptimizer):
         super()._forget()
         self._plans: Plans = {}
         self._watch = nonfinite.Watch()
+        self._guard = Guard()
         self._number = traced.register(self)
         self._problem: str | None = None
 
@@ -279,6 +281,9 @@ class ConsensusOptimizer(GroupedOptimizer):
             problems = self._exchange.close(
                 groups, members, preconditioners, own is not None, self._plans
             )
+        follows = rounds.follows(groups[0])
+        remedy = "lower lr" if follows else "give a larger sigma, or leave out sigma and rho"
+        self._guard.look(self.iteration, self._params, remedy)
         # Before anything is raised: some ranks may raise and others not, and all must observe.
         for observe in self._observers:
             observe()

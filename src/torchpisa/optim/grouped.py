@@ -43,6 +43,7 @@ class GroupedOptimizer(Optimizer):
     ) -> None:
         legal = {"sigma", "rho", "lr", *own, *DEFAULTS}
         arguments.reject_unknown(common, legal, type(self).__name__)
+        arguments.refuse_foreign({"sigma": sigma, "rho": rho, **own}, type(self).__name__)
         given: Group = {"sigma": sigma, "rho": rho, "lr": lr, **own, **DEFAULTS, **common}
         defaults = arguments.in_form(given, {**DEFAULTS, "lr": 1.0})
         check_count("batches", defaults["batches"])

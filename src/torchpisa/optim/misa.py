@@ -17,6 +17,7 @@ from torchpisa.kernels.foreach import leave_out_nonfinite
 from torchpisa.kernels.job import Kernel, Member, check_shapes, compute_dtype, real
 from torchpisa.kernels.rounding import store
 from torchpisa.optim import arguments, checkpoint, nonfinite, report, traced
+from torchpisa.optim.guard import Guard
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
 
 __all__ = ["MISA"]
@@ -353,6 +354,7 @@ class MISA(Optimizer):
             if reached:
                 self._move(group, reached, sums, keep)
             group.update({**PROGRESS, "iteration": group["iteration"] + 1})
+        self._guard.look(self.iteration, self._params, "lower lr")
 
     def _move(
         self, group: Group, members: list[Member], grads: list[Tensor], keep: Tensor | None
@@ -422,6 +424,7 @@ class MISA(Optimizer):
         self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
         self._number = traced.register(self)
         self._watch = nonfinite.Watch()
+        self._guard = Guard()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

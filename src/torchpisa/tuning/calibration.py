@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from torchpisa.checks import check_count, check_range
+from torchpisa.optim import NSISA, SISA
+from torchpisa.optim.arguments import Calibrated
+from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.tuning.untouched import check_data, untouched
 
 __all__ = ["calibrate"]
@@ -25,8 +28,9 @@ def calibrate(
     lr: float = 2e-3,
     momentum: float = 0.75,
     batches: int = 8,
+    optimizer: type[ConsensusOptimizer] = SISA,
 ) -> dict[str, float]:
-    r"""sigma and rho of SISA's rule for a model at its start.
+    r"""Return sigma and rho of SISA's rule for a model at its start.
 
     With q the typical size of the noise in a gradient's entry, and b the `momentum`,
 
@@ -48,9 +52,12 @@ def calibrate(
         lr: step size, comparable to Adam's.
         momentum: \(b\), in (0, 1).
         batches: how many are looked at; two at least.
+        optimizer: what the result is for: `SISA`, or `NSISA`, whose vectors take SISA's rule. Other
+            optimizers refuse it.
 
     Returns:
-        `sigma` and `rho`, as arguments of `SISA`.
+        `sigma` and `rho`, as arguments of `SISA` and of a `PISA` with its preconditioner, or
+        `sisa_sigma` and `sisa_rho` of `NSISA`.
 
     Examples:
         >>> import torch, torchpisa
@@ -62,6 +69,11 @@ def calibrate(
         ...     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
         >>> opt = torchpisa.SISA(model.parameters(), **calibrate(model, loss, data))
     """
+    if optimizer not in (SISA, NSISA):
+        raise ValueError(
+            f"optimizer must be SISA or NSISA, got {getattr(optimizer, '__name__', optimizer)!r}: "
+            "MISA has no sigma and rho to calibrate, only lr"
+        )
     check_range("lr", lr, 0, low_open=True, high_open=True)
     check_range("momentum", momentum, 0, 1, low_open=True, high_open=True)
     check_count("batches", batches, 2)
@@ -89,7 +101,11 @@ def calibrate(
     q = math.sqrt(max(noise, _LEAST_NOISE**2 * mean_square) / max(1, elements))
     if not 0 < q < math.inf:
         raise ValueError(f"gradients must be finite and not all zero, got a typical size of {q}")
-    return {"sigma": q / lr, "rho": momentum / ((1 - momentum) * lr)}
+    prefix = "sisa_" if optimizer is NSISA else ""
+    return {
+        f"{prefix}sigma": Calibrated(q / lr, optimizer.__name__),
+        f"{prefix}rho": Calibrated(momentum / ((1 - momentum) * lr), optimizer.__name__),
+    }
 
 
 def _wide(param: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpisa.checks import check_count, check_range
-from torchpisa.optim import SISA
+from torchpisa.optim import MISA, NSISA, SISA
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.tuning.calibration import calibrate
 from torchpisa.tuning.steadiness import Verdict, judge
@@ -24,6 +24,8 @@ _LOOKS = 25
 _PROBES = 4
 # Where runs start and end, relative to what `calibrate` finds.
 _SMALLEST, _LARGEST = 1 / 32, 32
+# sigma and rho of the published GPT-2 script.
+_OF_MATRICES = {"sigma": 80.0, "rho": 100.0}
 # Runs that are worse than the best one before the search ends.
 _PATIENCE = 2
 
@@ -70,7 +72,7 @@ def find_sigma(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
     data: Iterable[Any],
-    optimizer: Callable[..., ConsensusOptimizer] = SISA,
+    optimizer: Callable[..., Any] = SISA,
     *,
     smallest: float | None = None,
     factor: float = 2.0,
@@ -88,7 +90,8 @@ def find_sigma(
         loss: loss of the model on a batch.
         data: batches to train on, such as a DataLoader; gone through again for every run.
         optimizer: makes the optimizer, given parameters, `sigma` and `settings`.
-        smallest: sigma of the first run; by default a 32nd of what `calibrate` gives.
+        smallest: sigma of the first run; by default a 32nd of what `calibrate` gives, or of the
+            published 80 for `NSISA`.
         factor: from one run's sigma to the next, above 1.
         trials: at most so many runs.
         steps: length of a run in calls of `optimizer.step()`.
@@ -101,7 +104,10 @@ def find_sigma(
     check_count("trials", trials)
     check_count("steps", steps, _LOOKS)
     check_data(data)
-    guess = calibrate(model, loss, data)
+    if optimizer is MISA:
+        raise ValueError("optimizer must have a sigma to find, got MISA: choose its lr instead")
+    # NSISA's sigma is for orthogonalised matrices, whose scale is that of no gradient.
+    guess = calibrate(model, loss, data) if optimizer is not NSISA else _OF_MATRICES
     settings = {"rho": guess["rho"], **settings}
     if smallest is None:
         smallest = guess["sigma"] * _SMALLEST
