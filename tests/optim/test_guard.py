@@ -20,9 +20,7 @@ def runs_away(opt: torch.optim.Optimizer, param: nn.Parameter, rounds: int) -> N
 def test_divergence_is_reported_once_with_the_remedy() -> None:
     param = nn.Parameter(torch.ones(5))
     opt = SISA([param], sigma=20.0, rho=0.0)
-    with pytest.warns(
-        DivergenceWarning, match=r"from 3\.\d+: .*diverge; give a larger sigma"
-    ) as seen:
+    with pytest.warns(DivergenceWarning, match="diverge; give a larger sigma") as seen:
         runs_away(opt, param, 320)
     assert len(seen) == 1
 
@@ -37,7 +35,7 @@ def speeds_up(opt: torch.optim.Optimizer, param: nn.Parameter) -> None:
 @pytest.mark.parametrize("make", [SISA, MISA])
 def test_remedy_is_the_learning_rate_where_there_is_one(make: type) -> None:
     param = nn.Parameter(torch.ones(5))
-    opt = make([param], lr=2.0)
+    opt = make([param], lr=2.0, weight_decay=0.0)
     with pytest.warns(DivergenceWarning, match="lower lr"):
         speeds_up(opt, param)
 
