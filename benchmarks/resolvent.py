@@ -1,26 +1,22 @@
-"""The resolvent of `Spectral`: its error beside that of an SVD in float32, and the time of a step.
+"""The resolvent of `Spectral`: its error beside that of an SVD in float32.
 
     python -m benchmarks.resolvent --out docs/results/resolvent_cpu.json
     python -m benchmarks.resolvent --device cuda --out docs/results/resolvent_cuda.json
 
 Errors are relative, in the Frobenius norm, against an SVD in float64, for matrices with known
 singular values, the largest of them one: means over four draws of the singular vectors, and of
-those the worst, for sigma/rho from 0.1 to 1e-4. In brackets the worst ratio to the SVD's. Times are
-of `opt.step()` for one matrix of 768 x 3072, the median of several.
+those the worst, for sigma/rho from 0.1 to 1e-4. In brackets the worst ratio to the SVD's.
 """
 
 import argparse
 import json
 import math
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import torchpisa
 from benchmarks import environment
 from torchpisa.algorithms.spectral import by_gram, by_polar, by_svd
 
@@ -29,7 +25,6 @@ SHAPES = ((16, 16), (48, 80), (200, 300))
 CONDITIONS = (1.0, 10.0, 1e2, 1e4, 1e6, 1e8)
 WAYS = {"svd": by_svd, "gram": by_gram, "polar": by_polar}
 DRAWS = 4  # of which a mean is taken: a single error may happen to be small
-ROWS, COLS, STEPS = 768, 3072, 5
 
 
 def spectra(n: int) -> list[Tensor]:
@@ -67,49 +62,20 @@ def errors(device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def seconds(make: Any, device: str, **settings: Any) -> float:
-    """The median time of a step."""
-    torch.manual_seed(0)
-    w = torch.nn.Parameter(torch.randn(ROWS, COLS, device=device))
-    w.grad = torch.randn_like(w)
-    opt = make([w], nonfinite="ignore", **settings)
-    times = []
-    for _ in range(STEPS + 1):
-        start = perf_counter()
-        opt.step()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(perf_counter() - start)
-    return median(times[1:])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("docs/results/resolvent_cpu.json"))
     args = parser.parse_args()
-    makes = {
-        "NSISA": (torchpisa.NSISA, {}),
-        "MISA": (torchpisa.MISA, {}),
-        "MISA, eta 1": (torchpisa.MISA, {"eta": 1.0}),
-        "MISA, local": (torchpisa.MISA, {"at": "local"}),
-        "MISA, local, average 0.9": (torchpisa.MISA, {"at": "local", "average": 0.9}),
-    }
     result = {
         "hardware": environment.hardware(args.device),
-        "threads": torch.get_num_threads(),
         "versions": environment.versions(),
         "errors": errors(args.device),
-        "seconds": {
-            name: seconds(make, args.device, **settings) for name, (make, settings) in makes.items()
-        },
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["errors"]:
         cells = (f"{name} {row['error'][name]:.1e} ({row['ratio'][name]:.2f})" for name in WAYS)
         print(f"{row['tau']:g}: {', '.join(cells)}")
-    for name, value in result["seconds"].items():
-        print(f"{name}: {1e3 * value:.0f} ms")
 
 
 if __name__ == "__main__":
