@@ -1,8 +1,8 @@
-"""PISA, SISA, NSISA and MISA: preconditioned inexact stochastic ADMM for PyTorch.
+"""MISA, an optimizer to put in AdamW's place, and PISA, SISA and NSISA, which it is built on.
 
 >>> import torch, torchpisa
 >>> model = torch.nn.Linear(4, 2)
->>> opt = torchpisa.SISA(model.parameters())
+>>> opt = torchpisa.MISA(model.parameters())
 """
 
 from torchpisa.optim import MISA, NSISA, PISA, SISA

@@ -1,4 +1,4 @@
-"""What PISA, SISA, NSISA and MISA share as torch optimizers: rounds of batches, and their steps."""
+"""What PISA, SISA and NSISA share as torch optimizers: rounds of batches, and their steps."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence

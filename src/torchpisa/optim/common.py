@@ -1,4 +1,4 @@
-"""Arguments that PISA, SISA, NSISA and MISA share, with their defaults."""
+"""Arguments that PISA, SISA and NSISA share, with their defaults."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -15,12 +15,12 @@ __all__ = ["DEFAULTS", "SHARED", "Common"]
 
 
 class Common(TypedDict, total=False):
-    r"""Arguments that every optimizer here takes.
+    r"""Arguments that PISA, SISA and NSISA take.
 
     Attributes:
         gamma: \(\gamma_i\) of equation (2.12), in (0, 1]: sigma is divided by it in every round.
             A number, a function of the iteration (see `torchpisa.penalty`), or one of either per
-            batch. Default 1.
+            batch. SISA takes it only with `sigma`. Default 1.
         batches: \(m\), the number of batches that make a round. `step()` is called once for each
             of them; the weights move in the last call. Default 1.
         weights: \(\alpha_i\), the batches' shares of the data, or their sizes. Constant in time.
@@ -33,7 +33,8 @@ class Common(TypedDict, total=False):
         dual_decay: factor in [0, 1] on every new dual. Below 1 it forgets, and with unequal
             batches the solution moves. Default 1, the paper.
         initial_consensus: take the paper's very first consensus, \(w^0 S/(S + \lambda)\), when the
-            parameters are given to the optimizer. Not when resuming. Default False.
+            parameters are given to the optimizer. Not when resuming; SISA takes it only with
+            `sigma`. Default False.
         nonfinite: what to do with a batch whose gradients are not all finite: `"raise"`, `"skip"`
             (the batch counts as absent) or `"ignore"` (do not look). `"raise"` changes nothing,
             except on a GPU. Not to wait for the device, a step there leaves out what is not finite
@@ -45,8 +46,8 @@ class Common(TypedDict, total=False):
         fused: one pass over memory: on a GPU one launch of a Triton kernel for all parameters of a
             group; on a CPU, for SISA's rule and Identity, a C function for which the compiler at
             hand is called once, or else torch's Adam kernel. True raises ValueError, with the
-            reason, where that cannot be done. None uses it where it can and, on a CPU, pays, unless
-            `foreach` is given. Default None.
+            reason, where that cannot be done, as for SISA without `sigma`. None uses it where it
+            can and, on a CPU, pays, unless `foreach` is given. Default None.
         stochastic_rounding: round what is stored in bfloat16, parameters and state, up or down at
             random so that the error is zero on average: for training in bfloat16 without a
             float32 copy of the weights. Default False.

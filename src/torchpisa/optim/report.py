@@ -53,8 +53,8 @@ class Effective:
 
     Attributes:
         step: \(\mathrm{lr}/S\), what a gradient that stays the same is multiplied by in the end,
-            with the mean S of all parameters where sigma follows their gradients. At
-            the consensus of MISA only its singular values far below \(S/\rho\) are; large ones
+            with the mean S of all parameters where sigma follows their gradients. At the consensus
+            of `SpectralConsensus` only its singular values far below \(S/\rho\) are; large ones
             become \(\mathrm{lr}/\rho\).
         first_step: \(2\,\mathrm{lr}/(\sigma + \rho q)\), what a new gradient is multiplied by.
         momentum: \(\rho q/(\sigma + \rho q)\), the momentum coefficient of each coordinate.

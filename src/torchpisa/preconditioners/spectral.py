@@ -1,4 +1,4 @@
-"""Q from the singular values of a matrix, the preconditioner of MISA."""
+"""Q from the singular values of a matrix."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Duals that average gradients, and a consensus by singular values: what MISA does by default."""
+"""Duals that average gradients, and a consensus by singular values, as in federated.MISA."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
