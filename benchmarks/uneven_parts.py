@@ -3,7 +3,8 @@
     python -m benchmarks.uneven_parts --out docs/results/uneven_parts.json
     python -m benchmarks.uneven_parts --show docs/results/uneven_parts.json
 
-The defaults for `batches > 1` were chosen from it, on validation.
+What SISA takes for sigma or rho, if only the other one is given and `batches > 1`, was chosen from
+it, on validation.
 """
 
 import argparse
