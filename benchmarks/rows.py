@@ -1,5 +1,6 @@
 """The optimizers whose step is timed: ours, torch's, and how one is made."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -84,9 +85,11 @@ def find_class(row: Row) -> Any:
 
 def plain(row: Row, named: Named, compiled: bool = True) -> torch.optim.Optimizer:
     """An optimizer of parameters, lr and settings."""
-    optimizer: torch.optim.Optimizer = find_class(row)(
-        [param for _, param in named], lr=LR, **row.settings
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"lr=\S+ is relative here")  # it is meant to be tiny
+        optimizer: torch.optim.Optimizer = find_class(row)(
+            [param for _, param in named], lr=LR, **row.settings
+        )
     return optimizer
 
 
