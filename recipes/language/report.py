@@ -87,7 +87,7 @@ def describe(settings: dict[str, Any]) -> str:
         elif isinstance(value, int | float | str) and not (name == "weight_decay" and not value):
             words.append(f"{name} {short(value)}")
     if choice["name"] not in ("adamw", "sisa"):
-        by = f"AdamW {choice['rest_lr']:g}" if choice["rest"] == "adamw" else "SISA's rule"
+        by = f"AdamW {choice['rest_lr']:g}" if choice["rest"] == "adamw" else "its own rule"
         words.append(f"rest by {by}")
     if choice["warm_up"]:
         words.append(f"warm-up {choice['warm_up']}")

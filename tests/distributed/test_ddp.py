@@ -379,7 +379,7 @@ def refused(case: str) -> str:
 REFUSED = [
     ("no DDP", r"model must be a .*DistributedDataParallel, got Sequential; any other"),
     ("no group", r"optimizer must have been made with process_group="),
-    ("AdamW", r"optimizer must be one of torchpisa's, got AdamW"),
+    ("AdamW", r"optimizer must be a PISA, SISA or NSISA, got AdamW"),
     ("scaler", r"scaler must be a torch.amp.GradScaler or None, got 1024"),
     ("other group", r"process_group of the model, ranks \[0, 1\], got \[1, 0\]"),
     ("missing", r"all parameters of the model that are trained, but not 4\.bias"),

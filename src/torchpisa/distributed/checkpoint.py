@@ -211,7 +211,8 @@ class _Party:
 
         if not isinstance(optimizer, ConsensusOptimizer):
             raise ValueError(
-                f"optimizer must be one of torchpisa's, got {type(optimizer).__name__}"
+                f"optimizer must be a PISA, SISA or NSISA, got {type(optimizer).__name__}; MISA is "
+                "the same on all ranks: torch.distributed.checkpoint saves it as it does AdamW"
             )
         exchange = optimizer._exchange
         split = any(is_sharded(param) for param in optimizer._params)

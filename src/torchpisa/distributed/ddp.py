@@ -55,7 +55,10 @@ def attach(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
     if not isinstance(optimizer, ConsensusOptimizer):
-        raise ValueError(f"optimizer must be one of torchpisa's, got {type(optimizer).__name__}")
+        raise ValueError(
+            f"optimizer must be a PISA, SISA or NSISA, got {type(optimizer).__name__}; MISA takes "
+            "the averages of DistributedDataParallel as they are, without attach"
+        )
     theirs = distributed.get_process_group_ranks(model.process_group)
     if optimizer._exchange is None:
         if len(theirs) > 1:
