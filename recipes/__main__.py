@@ -53,6 +53,7 @@ def carry_out(
     only: Sequence[str] = (),
     time_limit: float | None = None,
     board: bool = False,
+    train: bool = True,
 ) -> Results:
     """Do the runs that are not in the logs in `folder`, and check them all.
 
@@ -65,6 +66,7 @@ def carry_out(
         only: patterns; where there are any, no run is started that matches none of them. What the
             logs have of the others counts all the same.
         time_limit: seconds after which no run is started and those that are going on stop.
+        train: False does no runs at all: the results are those of the logs.
         board: write TensorBoard's files too, to the folder `tensorboard` beside `folder`.
     """
     depends = recipe.depends(config)
@@ -75,6 +77,8 @@ def carry_out(
         *(recipe.packages,),
     )
     chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
+    if not train:
+        chosen = []
     for name in list(chosen):
         reason = recipe.lacks(runs.plan[name])
         if reason is not None and runs.log(name) is None:
@@ -195,6 +199,9 @@ def arguments(name: str, recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument(
         "--runs-only", action="store_true", help="do the runs; neither check nor draw them"
     )
+    parser.add_argument(
+        "--no-runs", action="store_true", help="do no runs: results of those in the logs"
+    )
     parser.add_argument("--list", action="store_true", help="list the runs and their state only")
     parser.add_argument(
         "--show", type=Path, metavar="FILE.json", help="saved results: check and draw them only"
@@ -247,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             *(recipe, config, folder / name),
             **{"options": options, "jobs": args.jobs, "only": args.only},
             **{"time_limit": args.time_limit, "board": args.tensorboard},
+            train=not args.no_runs,
         )
     except (FileNotFoundError, datasets.CorruptFileError) as wrong:
         sys.exit(str(wrong))

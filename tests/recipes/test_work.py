@@ -218,6 +218,15 @@ def test_runs_only_neither_checks_nor_draws(capsys: pytest.CaptureFixture[str]) 
     assert not Path("runs/small/toy.svg").exists()
 
 
+@pytest.mark.usefixtures("toy")
+def test_no_runs_takes_what_the_logs_have() -> None:
+    command.main(["toy", "--device", "cpu", "--only", "steep"])
+    Path("runs/small/toy.json").unlink()
+    command.main(["toy", "--device", "cpu", "--no-runs"])
+    assert list(load()["runs"]) == ["steep"]
+    assert load()["missing"] == ["flat", "steeper"]
+
+
 def test_bar_estimates_what_is_left() -> None:
     assert bar(5, 20, 60.0) == "[#####...............] 5/20, 3:00 left  "
     assert bar(0, 20, 60.0).startswith("[....................] 0/20, -:-- left")
