@@ -85,7 +85,7 @@ def describe(settings: dict[str, Any]) -> str:
     choice = settings["choice"]
     words = [f"m {choice['batches']}"] if choice["batches"] > 1 else []
     for name, value in choice["options"].items():
-        if name == "gamma":
+        if name == "gamma" and isinstance(value, list):
             words.append(f"{name} {short(value[0])} every {short(value[1])} epochs")
         elif isinstance(value, list):
             words.append(f"{name} {', '.join(map(short, value))}")

@@ -35,8 +35,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "nadam": {"lr": 1e-3, **L2},
     "muon": {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.01, "rest_lr": 3e-4},
 }
-# VGG-11 has no normalisation and needs a smaller rate than 0.1: this is the one of the repository
-# that its layers come from.
+# VGG-11 has no normalisation; this is the rate of the repository that its layers come from.
 SGD_VGG = 0.05
 # MISA with its defaults; the decay is AdamW's.
 MISA: dict[str, Any] = {"weight_decay": 0.01}

@@ -36,6 +36,8 @@ def test_words() -> None:
     words = "m 4, lr 0.1, gamma 0.9 every 10 epochs, betas 0.5, 0.999"
     assert describe(settings) == words
     assert describe({"choice": {"batches": 1, "options": {}}}) == "defaults"
+    bounded = {"choice": {"batches": 1, "options": {"lr": 0.1, "gamma": 1e-3}}}  # AdaBound's
+    assert describe(bounded) == "lr 0.1, gamma 0.001"
     assert markdown(["a", "b"], [[1, 2]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
