@@ -63,7 +63,7 @@ def test_factory_serves_several_modules():
 
 
 def test_tianshou_schedules_drive_it():
-    factory = PISAOptimizerFactory(torchpisa.SISA, batches=2)
+    factory = PISAOptimizerFactory(torchpisa.SISA, sigma=2.0, rho=100.0, batches=2)
     factory.with_lr_scheduler_factory(LRSchedulerFactoryLinear(4, 100, 100))
     model = network()
     optimizer, scheduler = factory.create_instances(model)
