@@ -239,3 +239,14 @@ def test_processes_equal_one(how: Any, settings: tuple[Any, ...], expected: list
     for result in run(how, 3, *settings):
         for own, other in zip(result, expected, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-11)
+
+
+@over_paths
+def test_vectors_do_not_decay(foreach: bool) -> None:
+    matrix, table, bias = (nn.Parameter(torch.ones(n)) for n in ((2, 3), (1000, 2), (3,)))
+    opt = MISA([matrix, table, bias], lr=0.5, weight_decay=0.1, foreach=foreach)
+    for p in (matrix, table, bias):
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    for p, expected in ((matrix, 0.95), (table, 0.95), (bias, 1.0)):
+        torch.testing.assert_close(p.detach(), torch.full_like(p, expected))

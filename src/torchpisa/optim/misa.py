@@ -67,7 +67,9 @@ class MISA(Optimizer):
             makes groups that know the model's embeddings and output layer.
         lr: learning rate, comparable to AdamW's: a number or a tensor.
         momentum: \(\mu\), how much of the average of gradients is kept, in [0, 1).
-        weight_decay: \(\lambda\), decoupled from the gradient as in AdamW.
+        weight_decay: \(\lambda\), decoupled from the gradient as in AdamW; not of vectors, such as
+            biases and the weights of norms. Steps of matrices do not shrink with their gradients,
+            so in long trainings without normalisation layers this is what keeps them in bounds.
         look_ahead: \(c \ge 1\). 2 is the paper's consensus, `1 + momentum` Nesterov momentum.
         row_beta: how much of the rows' mean squares is kept, in [0, 1); None to leave rows as they
             are, which with `look_ahead=1 + momentum` is Muon.
@@ -111,7 +113,7 @@ class MISA(Optimizer):
         ...     opt.step()
         2.0
         1.0
-        0.2
+        0.3
     """
 
     # GradScaler then calls step() even when it found infinities, so that a skipped batch uses up
@@ -124,7 +126,7 @@ class MISA(Optimizer):
         lr: float | Tensor = 4e-3,
         *,
         momentum: float = 0.9,
-        weight_decay: float = 0.01,
+        weight_decay: float = 0.1,
         look_ahead: float = 2.0,
         row_beta: float | None = 0.95,
         beta: float = 0.99,
@@ -503,7 +505,7 @@ def _loop_step(
                 new["rows"] = rows.view_as(state["rows"])
             p = p.view_as(u)
         w = real(member.param)
-        new["param"] = misa.move(w.to(grad.dtype), p, _lr(group), group["weight_decay"])
+        new["param"] = misa.move(w.to(grad.dtype), p, _lr(group), _decay(group, member))
         stored["param"], state["param"] = w, w.to(grad.dtype)
         for key, value in new.items():
             chosen = value if own is None else torch.where(own, value, state[key])
@@ -557,8 +559,9 @@ def _foreach_step(
         scales = misa.RMS
     params = [real(member.param) for member in members]
     ws = _as(params, dtype)
-    if group["weight_decay"]:
-        torch._foreach_mul_(ws, 1 - lr * group["weight_decay"])
+    decay = _decay(group, members[0])
+    if decay:
+        torch._foreach_mul_(ws, 1 - lr * decay)
     if isinstance(scales, list):
         torch._foreach_mul_(us, scales)
         scales = 1.0
@@ -598,12 +601,13 @@ def _row_squares(o: Tensor, member: Member) -> Tensor:
 def _kinds(
     group: Group, members: list[Member], grads: list[Tensor]
 ) -> Iterator[tuple[bool, list[tuple[Member, Tensor]]]]:
-    """Yield members that share rule, device and dtypes, with their gradients."""
+    """Yield members that share rule, decay, device and dtypes, with their gradients."""
     kinds: dict[Any, list[tuple[Member, Tensor]]] = {}
     for member, grad in zip(members, grads, strict=True):
         matrix = "moment" not in member.state
         dtypes = member.param.dtype, member.state["dual"].dtype, grad.dtype
-        kind = matrix, member.param.device, dtypes, member.whole is None
+        decays = member.origin.dim() > 1
+        kind = matrix, decays, member.param.device, dtypes, member.whole is None
         kinds.setdefault(kind, []).append((member, grad))
     for (matrix, *_), pairs in kinds.items():
         yield matrix, pairs
@@ -698,6 +702,10 @@ def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:
         return bool(group["matrix"]) and is_matrix(param)
     single = param.size(0) == 1 or param.numel() == param.size(0)
     return not single and not looks_like_embedding(name, param)
+
+
+def _decay(group: Group, member: Member) -> float:
+    return float(group["weight_decay"]) if member.origin.dim() > 1 else 0.0
 
 
 def _lr(group: Group) -> Scalar:
