@@ -67,7 +67,8 @@ def contestants(y: Tensor) -> list[Run]:
     by_digit = Parts.from_indices(
         [torch.isin(y, torch.tensor(digits)).nonzero().flatten() for digits in groups]
     )
-    uneven = {"batches": len(by_digit), "weights": by_digit.weights}
+    # The paper's terms, with a sigma for parts that share no label.
+    uneven = {"sigma": 2.0, "rho": 100.0, "batches": len(by_digit), "weights": by_digit.weights}
     return [
         Run("AdamW", everything, lambda p: torch.optim.AdamW(p, lr=1e-3), "#000000", "--"),
         Run("SISA", everything, lambda p: torchpisa.SISA(p), "#0072B2", "-"),

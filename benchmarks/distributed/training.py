@@ -104,11 +104,14 @@ def _muon(model: nn.Module) -> Made:
 
 
 def _sisa(model: nn.Module, **settings: Any) -> Made:
+    settings = {"sigma": 2.0, "rho": 100.0, **settings}
     return model, [SISA(model.parameters(), process_group=distributed.group.WORLD, **settings)]
 
 
 def _nsisa(model: nn.Module) -> Made:
-    return model, [NSISA(param_groups.split(model), process_group=distributed.group.WORLD)]
+    settings = {"sisa_sigma": 2.0, "sisa_rho": 100.0}
+    groups = param_groups.split(model)
+    return model, [NSISA(groups, process_group=distributed.group.WORLD, **settings)]
 
 
 def _attached(model: nn.Module, make: Callable[..., Made], **settings: Any) -> Made:

@@ -26,8 +26,8 @@ Gamma = float | Callable[[int], float]
 """A number in (0, 1], or a function of the iteration that returns one."""
 
 
-def grown(sigma: Scalar, gamma: Scalar) -> Scalar:
-    r"""\(\sigma_i / \gamma_i\), equation (2.12), up to `LARGEST_SIGMA`.
+def grown(sigma: Scalar, gamma: Scalar, largest: float = LARGEST_SIGMA) -> Scalar:
+    r"""Return \(\sigma_i / \gamma_i\), equation (2.12), but no more than `largest`.
 
     A sigma that was larger from the start stays what it is.
 
@@ -37,10 +37,10 @@ def grown(sigma: Scalar, gamma: Scalar) -> Scalar:
     """
     new = sigma / gamma
     if not isinstance(new, Tensor):
-        return max(sigma, min(new, LARGEST_SIGMA))
+        return max(sigma, min(new, largest))
     if isinstance(sigma, Tensor):
-        return torch.maximum(sigma, new.clamp(max=LARGEST_SIGMA))
-    return new.clamp(max=max(sigma, LARGEST_SIGMA))
+        return torch.maximum(sigma, new.clamp(max=largest))
+    return new.clamp(max=max(sigma, largest))
 
 
 def k0(gamma: float) -> int:

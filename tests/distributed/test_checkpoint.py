@@ -636,7 +636,7 @@ def test_absence_that_only_the_device_knows_of(batches: int, tmp_path: Path) -> 
     def made(batches: int, seed: int) -> tuple[nn.Module, SISA]:
         model = network(seed=seed)
         more: Any = {"capturable": True, "nonfinite": "skip", "lr": torch.tensor(0.5)}
-        return model, SISA(model.parameters(), gamma=0.9, batches=batches, **more)
+        return model, SISA(model.parameters(), sigma=2.0, gamma=0.9, batches=batches, **more)
 
     model, opt = made(3, 1)
     for step in range(5):
@@ -785,7 +785,11 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
         lambda m: SISA(network().parameters()),
         r"optimizer must hold parameters of the model only, got one of shape \(9, 6\) in group 0",
     ),
-    "torch's": (network, lambda m: torch.optim.Adam(m.parameters()), "torchpisa's, got Adam"),
+    "torch's": (
+        network,
+        lambda m: torch.optim.Adam(m.parameters()),
+        "PISA, SISA or NSISA, got Adam",
+    ),
 }
 
 

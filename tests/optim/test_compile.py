@@ -31,8 +31,9 @@ def schedule(opt, k):
     """A new lr, sigma and rho, as numbers, in every step."""
     for group in opt.param_groups:
         group["lr"] = 1 / (1 + k)
-        group["sigma"] = [sigma * 1.01 for sigma in group["sigma"]]
-        group["rho"] = [rho + k for rho in group["rho"]]
+        if group["sigma"] is not None:
+            group["sigma"] = [sigma * 1.01 for sigma in group["sigma"]]
+            group["rho"] = [rho + k for rho in group["rho"]]
 
 
 @pytest.mark.filterwarnings("ignore")  # the compilers warn of what they do themselves

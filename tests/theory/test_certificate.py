@@ -219,10 +219,10 @@ def test_mini_batches_of_like_samples_are_no_way_out():
 
 
 def test_wrong_sign_in_the_dual_is_found(monkeypatch):
-    def wrong(dual, d, sigma, dual_decay=1.0):
-        return pisa.Local(dual + 2 * sigma * d, dual - sigma * d, sigma * d)
+    def wrong(dual, delta, dual_decay=1.0):
+        return pisa.Local(dual + 2 * delta, dual - delta, delta)
 
-    monkeypatch.setattr(pisa, "local_step", wrong)
+    monkeypatch.setattr(pisa, "local_step_of_delta", wrong)
     certificate = certify(problem("least squares"), iterations=30)
     assert not certificate.unmet
     failed = {check.name for check in certificate.checks if not check.holds}

@@ -319,8 +319,10 @@ class _Closing:
             for name, param in self._params.items()
         ]
         members = rounds.here(group, members, self._preconditioners[0])
-        sums = [sum(rounds.total(own, name) for own in self._groups) for name in ("sigma", "rho")]
-        totals = rounds.Totals(*sums)
         if rounds.follows(group):
             totals = rounds.Totals({id(m.origin): self._sigmas[id(m.origin)] for m in members})
+        else:
+            names = ("sigma", "rho")
+            sums = [sum(rounds.total(own, name) for own in self._groups) for name in names]
+            totals = rounds.Totals(*sums)
         rounds.consensus(group, self._number, members, self._preconditioners[0], totals, None, {})

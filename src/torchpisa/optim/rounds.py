@@ -18,7 +18,7 @@ from torchpisa.checks import check_range
 from torchpisa.kernels import blocked, foreach, fused, loop, native, sharded
 from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, own_sigma, real
 from torchpisa.optim import arguments
-from torchpisa.penalty import grown
+from torchpisa.penalty import LARGEST_SIGMA, grown
 from torchpisa.preconditioners import Preconditioner
 
 __all__ = [
@@ -40,6 +40,9 @@ __all__ = [
 ]
 
 Group = dict[str, Any]
+
+# Far from the end of its range, and beyond where `theory.certify` stops.
+_LARGEST_OF_FLOAT64 = 1e200
 
 PROGRESS: Group = {"iteration": 0, "visited": 0, "present": 0, "kept": None}
 
@@ -64,7 +67,8 @@ def slots(bits: int, batches: int) -> list[int]:
 def next_sigmas(group: Group) -> list[Scalar]:
     """Equation (2.12) for all batches, the absent ones too: a round is a round for everybody.
 
-    No sigma grows beyond `torchpisa.penalty.LARGEST_SIGMA`.
+    No sigma grows beyond `torchpisa.penalty.LARGEST_SIGMA`, or what float64 takes where all
+    parameters are of it.
     """
     if follows(group):
         return []
@@ -74,7 +78,9 @@ def next_sigmas(group: Group) -> list[Scalar]:
     for gamma in gammas:
         arguments.check_gamma("gamma", gamma)
     sigmas = per_batch(group, "sigma")
-    return [grown(sigma, gamma) for sigma, gamma in zip(sigmas, gammas, strict=True)]
+    wide = not group["capturable"] and all(p.dtype == torch.float64 for p in group["params"])
+    largest = _LARGEST_OF_FLOAT64 if wide else LARGEST_SIGMA
+    return [grown(sigma, gamma, largest) for sigma, gamma in zip(sigmas, gammas, strict=True)]
 
 
 def check_fused(group: Group, preconditioner: Preconditioner) -> None:
