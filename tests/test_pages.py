@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import uneven_parts
+from benchmarks.defaults import report as defaults
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -22,3 +23,9 @@ def saved(name: str) -> dict[str, Any]:
 def test_uneven_parts() -> None:
     plain = uneven_parts.table(runs("uneven_parts")).replace("**", "")
     assert plain in PAGE.replace("**", "")
+
+
+def test_defaults() -> None:
+    assert defaults.overview(runs("defaults")) in (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results" / "defaults.md").read_text(encoding="utf-8")
+    assert page == defaults.page(runs("defaults"), "results/defaults.svg")

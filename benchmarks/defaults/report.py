@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.defaults.run import OURS, RATES, SCHEDULES, Run
 from benchmarks.defaults.tasks import TASKS
 
-__all__ = ["BEST", "USUAL", "Scores", "Standing", "draw", "page", "standing", "write"]
+__all__ = ["BEST", "USUAL", "Scores", "Standing", "draw", "overview", "page", "standing", "write"]
 
 USUAL, BEST, MUON = "adamw-0.001", "adamw-best", "muon"
 NEAR = 1.05
@@ -116,6 +116,27 @@ def standing(scores: Scores, tasks: Iterable[str], optimizer: str, schedule: str
             [scores.ratio(t, optimizer, schedule) for t in tasks] or [math.nan]
         ),
     )
+
+
+def overview(runs: Sequence[Run]) -> str:
+    """Return the table of README.md: the tasks that decided nothing, both schedules together."""
+    scores = Scores(runs)
+    tasks = [name for name, task in TASKS.items() if task.half == "judge"]
+    lines = [
+        "| | better than AdamW at 1e-3 | within 5 % of AdamW's best of four rates "
+        "| ahead of Muon + AdamW | runs that diverged |",
+        "|---|---|---|---|---|",
+    ]
+    for optimizer, title in (("misa", "MISA"), ("sisa", "SISA"), ("nsisa", "NSISA")):
+        both = [standing(scores, tasks, optimizer, schedule) for schedule in SCHEDULES]
+        count = sum(each.tasks for each in both)
+        cells = [
+            f"{sum(getattr(each, name) for each in both)} of {count}"
+            for name in ("better", "near", "ahead")
+        ]
+        cells.append(f"{sum(s.diverged for s in both)} of {sum(s.runs for s in both)}")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 # The page
