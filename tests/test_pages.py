@@ -27,5 +27,3 @@ def test_uneven_parts() -> None:
 
 def test_defaults() -> None:
     assert defaults.overview(runs("defaults")) in (ROOT / "README.md").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "results" / "defaults.md").read_text(encoding="utf-8")
-    assert page == defaults.page(runs("defaults"), "results/defaults.svg")
