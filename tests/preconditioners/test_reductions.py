@@ -30,6 +30,7 @@ def test_identity_closed_form_on_a_quadratic():
         torch.testing.assert_close(w.detach()[0], state.sum(), rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore::torchpisa.optim.guard.DivergenceWarning")
 @pytest.mark.parametrize(("h", "stable"), [(1.99, True), (2.01, False)])
 def test_stability_limit(h, stable):
     """Stable iff h < (2/3)(sigma + 2 rho q): here the limit is 2."""

@@ -135,7 +135,7 @@ def test_report(done: Results) -> None:
     assert "+0.028" in ours
     assert sum(line.startswith("| adamw_") for line in lines) == tried["adamw"]
     assert "warm-down 0.6" in text
-    assert "rest by SISA's rule" in text
+    assert "rest by its own rule" in text
     assert f"{len(CONFIG.trials)} runs" in text
     assert "| panel | expected | here | holds |" in text
 
