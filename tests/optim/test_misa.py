@@ -173,13 +173,16 @@ def test_matrix_must_fit() -> None:
 
 
 def test_a_negative_lr_written_by_a_scheduler_is_refused() -> None:
-    p = nn.Parameter(torch.ones(4))
-    opt = MISA([p])
-    opt.param_groups[0]["lr"] = -0.1
-    p.grad = torch.ones(4)
+    """In any group, and before another one has moved."""
+    first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    opt = MISA([{"params": [first]}, {"params": [second]}])
+    opt.param_groups[1]["lr"] = -0.1
+    first.grad = second.grad = torch.ones(4)
     with pytest.raises(ValueError, match=r"lr must be a finite number >= 0, got -0\.1"):
         opt.step()
-    assert torch.equal(p, torch.ones(4))
+    assert torch.equal(first, torch.ones(4))
+    assert not opt.state[first]["dual"].any()
+    assert opt.state[first]["step"] == 0
 
 
 # Several processes: gradients are averaged as for any optimizer, and MISA does the rest.

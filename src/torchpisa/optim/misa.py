@@ -238,6 +238,8 @@ class MISA(Optimizer):
             [member for param in group["params"] if (member := self._member(param, group))]
             for group in self.param_groups
         ]
+        for group in self.param_groups:
+            _lr(group)  # raises before anything changes, in whichever group it is wrong
         kernels: list[Kernel] = [
             foreach if _uses_foreach(group, own) else loop
             for group, own in zip(self.param_groups, members, strict=True)
