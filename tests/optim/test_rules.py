@@ -413,3 +413,18 @@ class TestGroupsOfNSISA:
         assert len(opt.state) == before
         assert len(opt.param_groups) == 2
         opt.state_dict()
+
+
+@pytest.mark.parametrize("make", [SISA, NSISA, PISA])
+def test_a_negative_lr_is_refused_before_a_dual_has_changed(make):
+    """Also in the batch that ends a round, whose local step comes before the consensus."""
+    w = torch.nn.Parameter(torch.ones(3, 2))
+    opt = make([w], batches=2)
+    w.grad = torch.ones(3, 2)
+    opt.step()
+    before = {key: value.clone() for key, value in opt.state[w].items() if key != "arrived"}
+    opt.param_groups[0]["lr"] = -0.1
+    with pytest.raises(ValueError, match=r"lr must be a finite number >= 0, got -0\.1"):
+        opt.step()
+    assert all(torch.equal(opt.state[w][key], value) for key, value in before.items())
+    assert opt.batch == 1

@@ -116,6 +116,8 @@ class ConsensusOptimizer(GroupedOptimizer):
     def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
         self._report_nonfinite()
         slot = self._claim(batch)
+        for group in self.param_groups:
+            rounds.lr(group)  # raises before a batch's dual has changed
         loss = None
         if closure is not None:
             with torch.enable_grad():
