@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchpisa.diagnostics.sample import Layout, Section
-from torchpisa.kernels import foreach, sharded
-from torchpisa.kernels.job import TINY, real, state_key
-from torchpisa.optim import report, rounds
-from torchpisa.optim.base import ConsensusOptimizer
-from torchpisa.optim.ranks import on_device
+from torchpisa.distributed import dtensor
+from torchpisa.distributed.process_group import Ranks, on_device
+from torchpisa.kernels import foreach
+from torchpisa.kernels.job import TINY, real
+from torchpisa.optim import report
+from torchpisa.optim.part import Part
+from torchpisa.optim.pisa import PISA
 from torchpisa.preconditioners import NewtonSchulz, Spectral, SpectralConsensus
+from torchpisa.state_keys import state_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,21 +74,20 @@ class _Found(NamedTuple):
     weights: Tensor
 
 
-def others(optimizer: ConsensusOptimizer) -> list["ProcessGroup"]:
+def others(optimizer: PISA) -> list["ProcessGroup"]:
     """With whom sums are taken: the other ranks, then those who hold other shards."""
-    exchange = optimizer._exchange
-    nodes = [] if exchange is None else [exchange.ranks.group]
+    nodes = [optimizer.peers.group] if isinstance(optimizer.peers, Ranks) else []
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [*nodes, *sharded.groups(params)]
+    return [*nodes, *dtensor.groups(params)]
 
 
-def take(optimizer: ConsensusOptimizer, layout: Layout) -> Snapshot:
+def take(optimizer: PISA, layout: Layout) -> Snapshot:
     """Copy the samples as they are now."""
     samples = [_sample(optimizer, section) for section in layout.sections]
-    return Snapshot(optimizer.iteration, optimizer._number, layout, samples)
+    return Snapshot(optimizer.iteration, optimizer.life, layout, samples)
 
 
-def _sample(optimizer: ConsensusOptimizer, section: Section) -> Sample:
+def _sample(optimizer: PISA, section: Section) -> Sample:
     scale, slots = section.scale, range(optimizer.batches)
     steps = [tensor for slot in slots for tensor in _state(optimizer, section, "step", slot)]
     if any(step.device != steps[0].device for step in steps):
@@ -98,27 +100,26 @@ def _sample(optimizer: ConsensusOptimizer, section: Section) -> Sample:
     )
 
 
-def _state(optimizer: ConsensusOptimizer, section: Section, name: str, slot: int) -> list[Tensor]:
+def _state(optimizer: PISA, section: Section, name: str, slot: int) -> list[Tensor]:
     key = state_key(name, slot)
     return [optimizer.state[param][key] for param in section.params]
 
 
-def _gathered(optimizer: ConsensusOptimizer, section: Section, name: str) -> Tensor:
+def _gathered(optimizer: PISA, section: Section, name: str) -> Tensor:
     """Samples of one kind of state, by batch."""
     slots = range(optimizer.batches)
     return section.gather([_state(optimizer, section, name, slot) for slot in slots])
 
 
-def measure(optimizer: ConsensusOptimizer, old: Snapshot, new: Snapshot) -> Tensor:
+def measure(optimizer: PISA, old: Snapshot, new: Snapshot) -> Tensor:
     """What `row` makes a row of, on the device, without waiting for it. All processes join."""
     layout = new.layout
     numbers = [_numbers(optimizer, section) for section in layout.sections]
     pairs = zip(numbers, new.samples, strict=True)
     means = [(own.weights * sample.duals).sum(0) for own, sample in pairs]
     totals = (numbers[0].weights * numbers[0].sigma).sum(0)
-    exchange = optimizer._exchange
-    if exchange is not None:
-        totals, *means = _summed([totals, *means], exchange.ranks.group, layout.home)
+    if isinstance(optimizer.peers, Ranks):
+        totals, *means = _summed([totals, *means], optimizer.peers.group, layout.home)
     parts = zip(layout.sections, numbers, old.samples, new.samples, means, strict=True)
     found = [_found(optimizer, *part) for part in parts]
     home = layout.home
@@ -138,24 +139,24 @@ def measure(optimizer: ConsensusOptimizer, old: Snapshot, new: Snapshot) -> Tens
     return torch.cat([sums.sum(0), lowest.amin(0), medians, highest.amax(0), totals.to(home), lrs])
 
 
-def _numbers(optimizer: ConsensusOptimizer, section: Section) -> _Numbers:
-    groups, m = optimizer.param_groups, optimizer.batches
-    sigmas = [sigma for group in groups for sigma in _mean_sigmas(optimizer, group)]
-    rhos = [rho for group in groups for rho in rounds.per_batch(group, "rho")]
-    lrs = [rounds.lr(group) for group in groups]
-    values = [*sigmas, *rhos, *lrs, *groups[0]["weights"]]
+def _numbers(optimizer: PISA, section: Section) -> _Numbers:
+    parts, m = optimizer.parts(), optimizer.batches
+    sigmas = [sigma for part in parts for sigma in _mean_sigmas(optimizer, part)]
+    rhos = [rho for part in parts for rho in part.rhos]
+    lrs = [part.lr for part in parts]
+    values = [*sigmas, *rhos, *lrs, *optimizer.param_groups[0]["weights"]]
     device, dtype = section.scale.device, section.scale.dtype
-    n = len(groups)
+    n = len(parts)
     numbers = on_device(values, device, dtype)
     sigma, rho, lr, weights = torch.split(numbers, [n * m, n * m, n, m])
     return _Numbers(sigma.view(n, m).t(), rho.view(n, m).t(), lr, weights[:, None])
 
 
-def _mean_sigmas(optimizer: ConsensusOptimizer, group: rounds.Group) -> list[float | Tensor]:
-    """Return sigma of a group by batch; where it follows gradients, the mean over its elements."""
-    if not rounds.follows(group):
-        return rounds.per_batch(group, "sigma")
-    params = [param for param in group["params"] if optimizer.state.get(param)]
+def _mean_sigmas(optimizer: PISA, part: Part) -> list[float | Tensor]:
+    """Return sigma of a part by batch; where it follows gradients, the mean over its elements."""
+    if not part.follows:
+        return part.sigmas
+    params = [param for param in part.params if optimizer.state.get(param)]
     elements = max(1, sum(param.numel() for param in params))
     means: list[float | Tensor] = []
     for slot in range(optimizer.batches):
@@ -171,19 +172,19 @@ def _summed(tensors: list[Tensor], group: "ProcessGroup", home: torch.device) ->
     """Each of some vectors, added up over the ranks of `group`, in one go."""
     flat = torch.cat([tensor.to(home) for tensor in tensors])
     sizes = [tensor.numel() for tensor in tensors]
-    pieces = torch.split(sharded.summed(flat, [group]), sizes)
+    pieces = torch.split(dtensor.summed(flat, [group]), sizes)
     return [piece.to(own.device) for piece, own in zip(pieces, tensors, strict=True)]
 
 
 def _found(
-    optimizer: ConsensusOptimizer,
+    optimizer: PISA,
     section: Section,
     numbers: _Numbers,
     old: Sample,
     new: Sample,
     mean: Tensor,
 ) -> _Found:
-    group_of, decay = section.group_of, section.dual_decay
+    group_of, decay = section.part_of, section.dual_decay
     sigma, rho, lr = numbers.sigma[:, group_of], numbers.rho[:, group_of], numbers.lr[group_of]
     if section.follows:
         slots = range(optimizer.batches)
@@ -214,7 +215,7 @@ def _found(
 
 
 def _diagonal(
-    optimizer: ConsensusOptimizer,
+    optimizer: PISA,
     section: Section,
     sigma: Tensor,
     rho: Tensor,
@@ -252,14 +253,14 @@ def _one(steps: Tensor) -> float | None:
     return float(lowest) if lowest == highest else None
 
 
-def _asked(optimizer: ConsensusOptimizer, section: Section) -> Tensor | None:
+def _asked(optimizer: PISA, section: Section) -> Tensor | None:
     """q of a preconditioner of which nothing is known: it is asked for all of every tensor."""
     rows = []
     for slot in range(optimizer.batches):
         row = []
         for param in section.params:
             state = optimizer.state[param]
-            dual = real(sharded.local(state[state_key("dual", slot)]))
+            dual = real(dtensor.local(state[state_key("dual", slot)]))
             step = state[state_key("step", slot)]
             if step.device.type == "cpu" and not step:
                 row.append(torch.zeros_like(dual))

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpisa.kernels import foreach, sharded
+from torchpisa.distributed import dtensor
+from torchpisa.kernels import foreach
 from torchpisa.kernels.job import real
-from torchpisa.optim import rounds
-from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.pisa import PISA
 from torchpisa.preconditioners import Preconditioner
+from torchpisa.state_keys import state_key
 
 __all__ = ["Layout", "Piece", "Section", "pieces"]
 
@@ -94,7 +95,7 @@ class Section:
         dual_decay: theirs.
         follows: whether their sigma follows their gradients.
         tensor_of: which of them each coordinate belongs to.
-        group_of: which parameter group.
+        part_of: which of the optimizer's parts.
         scale: how many coordinates of the model each stands for.
     """
 
@@ -104,7 +105,7 @@ class Section:
     dual_decay: float
     follows: bool
     tensor_of: Tensor
-    group_of: Tensor
+    part_of: Tensor
     scale: Tensor
 
     def gather(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -113,7 +114,7 @@ class Section:
         for whole in (True, False):
             own = [piece for piece in self.pieces if piece.whole is whole]
             views = [
-                piece.of(real(sharded.local(tensor)))
+                piece.of(real(dtensor.local(tensor)))
                 for row in rows
                 for piece, tensor in zip(self.pieces, row, strict=True)
                 if piece.whole is whole
@@ -132,76 +133,74 @@ class Layout:
         sections: the parameters, by what they have in common.
         home: the device where sections come together.
         shards: processes that hold parts of them.
-        sizes: elements by parameter group.
+        sizes: elements by part of the optimizer.
     """
 
-    def __init__(self, optimizer: ConsensusOptimizer) -> None:
+    def __init__(self, optimizer: PISA) -> None:
         self._key, entries = _key(optimizer)
-        sizes = [real(sharded.local(param)).numel() for param, _ in entries]
+        sizes = [real(dtensor.local(param)).numel() for param, _ in entries]
         budget = min(_COORDINATES, max(1, _NUMBERS // optimizer.batches))
         found: dict[Any, list[tuple[Tensor, int, Piece]]] = {}
         for (param, number), (_, *kind), piece in zip(
             entries, self._key, pieces(sizes, budget), strict=True
         ):
             found.setdefault(tuple(kind[1:]), []).append((param, number, piece))
-        parts = sharded.groups([param for param, _ in entries])
+        parts = dtensor.groups([param for param, _ in entries])
         self.shards = math.prod(group.size() for group in parts)
         self.sections = [_section(optimizer, own, self.shards) for own in found.values()]
         devices = [section.scale.device for section in self.sections]
         on_host = torch.device("cpu")
         self.home = next((device for device in devices if device != on_host), on_host)
-        self.sizes = [0] * len(optimizer.param_groups)
+        self.sizes = [0] * len(optimizer.parts())
         for param, number in entries:
             self.sizes[number] += param.numel()
 
-    def fits(self, optimizer: ConsensusOptimizer) -> bool:
+    def fits(self, optimizer: PISA) -> bool:
         """Whether it is still the sample: no parameter is new, has moved or changed its rule."""
         return self._key == _key(optimizer)[0]
 
 
-def _key(optimizer: ConsensusOptimizer) -> tuple[list[Any], list[tuple[Tensor, int]]]:
+def _key(optimizer: PISA) -> tuple[list[Any], list[tuple[Tensor, int]]]:
     """What a layout depends on, and the parameters with the numbers of their groups."""
     key = []
     entries = []
-    for number, group in enumerate(optimizer.param_groups):
-        rule: Any = optimizer.preconditioner(group)
+    for number, part in enumerate(optimizer.parts()):
+        rule: Any = part.preconditioner
         if not foreach.knows(rule):
             rule = id(rule)  # which the group keeps alive
-        for param in group["params"]:
-            dual = optimizer.state.get(param, {}).get("dual.0")
+        for param in part.params:
+            dual = optimizer.state.get(param, {}).get(state_key("dual", 0))
             if dual is not None:
-                settings = group["dual_decay"], rounds.follows(group)
+                settings = part.group["dual_decay"], part.follows
                 kind = dual.device, param.dtype, dual.dtype, rule, *settings
                 key.append((id(param), number, *kind))
                 entries.append((param, number))
     return key, entries
 
 
-def _section(
-    optimizer: ConsensusOptimizer, own: list[tuple[Tensor, int, Piece]], over: int
-) -> Section:
+def _section(optimizer: PISA, own: list[tuple[Tensor, int, Piece]], over: int) -> Section:
     own = sorted(own, key=lambda entry: not entry[2].whole)
-    group = optimizer.param_groups[own[0][1]]
+    part = optimizer.parts()[own[0][1]]
     counts = torch.tensor([piece.taken for _, _, piece in own])
-    device = sharded.local(optimizer.state[own[0][0]]["dual.0"]).device
+    device = dtensor.local(optimizer.state[own[0][0]][state_key("dual", 0)]).device
     shares = [piece.size / max(1, piece.taken) / _copies(param, over) for param, _, piece in own]
     # Not all devices have more than float32.
     wide = torch.float32 if device.type == "mps" else torch.float64
     return Section(
         params=[param for param, _, _ in own],
         pieces=[piece for _, _, piece in own],
-        preconditioner=optimizer.preconditioner(group),
-        dual_decay=float(group["dual_decay"]),
-        follows=rounds.follows(group),
+        preconditioner=part.preconditioner,
+        dual_decay=float(part.group["dual_decay"]),
+        follows=part.follows,
         tensor_of=torch.arange(len(own)).repeat_interleave(counts).to(device),
-        group_of=torch.tensor([n for _, n, _ in own]).repeat_interleave(counts).to(device),
+        part_of=torch.tensor([n for _, n, _ in own]).repeat_interleave(counts).to(device),
         scale=torch.tensor(shares, dtype=wide).repeat_interleave(counts).to(device),
     )
 
 
 def _copies(param: Tensor, over: int) -> float:
     """How many of the `over` processes that hold parts of the model hold the same of `param`."""
-    if not sharded.is_sharded(param):
+    if not dtensor.is_sharded(param):
         return over
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
     pairs = zip(mesh.shape, placements, strict=True)

@@ -12,8 +12,9 @@ from torchpisa.checks import check_count
 from torchpisa.diagnostics import measure, rows
 from torchpisa.diagnostics.rows import About, Row
 from torchpisa.diagnostics.sample import Layout
+from torchpisa.distributed.process_group import Ranks
 from torchpisa.optim import NSISA
-from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.pisa import PISA
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,14 +96,14 @@ class Diagnostics:
 
     def __init__(
         self,
-        optimizer: ConsensusOptimizer,
+        optimizer: PISA,
         *,
         every: int = 200,
         csv: str | os.PathLike[str] | None = None,
         tensorboard: rows.Writer | None = None,
         callback: Callable[[Row], object] | None = None,
     ) -> None:
-        if not isinstance(optimizer, ConsensusOptimizer):
+        if not isinstance(optimizer, PISA):
             raise ValueError(
                 "optimizer must be a PISA, SISA or NSISA, which have a dual for each batch, got "
                 f"{type(optimizer).__name__}"
@@ -120,8 +121,8 @@ class Diagnostics:
         self._apart = 0  # rows in a row whose batches hardly agree
         if isinstance(optimizer, NSISA):
             self._outputs.append(self._warn)
-        if optimizer._exchange is not None:
-            optimizer._exchange.ranks.agree("every", every)
+        if isinstance(optimizer.peers, Ranks):
+            optimizer.peers.agree("every", every)
         if all(group.rank() == 0 for group in measure.others(optimizer)):
             if csv is not None:
                 self._outputs.append(rows.Csv(csv).write)
@@ -129,8 +130,8 @@ class Diagnostics:
                 self._outputs.append(rows.TensorBoard(tensorboard).write)
         if callback is not None:
             self._outputs.append(callback)
-        optimizer._observers += (self._observe,)
-        begun = optimizer._exchange is not None and optimizer._exchange.begun
+        optimizer.observers += (self._observe,)
+        begun = optimizer.peers is not None and optimizer.peers.begun
         if self._due and optimizer.synced and not begun:
             with torch.no_grad():
                 self._before = self._look()
@@ -143,8 +144,8 @@ class Diagnostics:
 
     def close(self) -> None:
         """Stop watching, after the last row has been delivered."""
-        own = self._optimizer._observers
-        self._optimizer._observers = tuple(each for each in own if each != self._observe)
+        others = (each for each in self._optimizer.observers if each != self._observe)
+        self._optimizer.observers = tuple(others)
         self._before = self._layout = None
         self._deliver(wait=True)
 
@@ -170,7 +171,7 @@ class Diagnostics:
     def _comparable(self, before: measure.Snapshot) -> bool:
         """Whether one round has ended since, no state was loaded, and no parameter is new."""
         optimizer = self._optimizer
-        last = (before.iteration, before.life) == (optimizer.iteration - 1, optimizer._number)
+        last = (before.iteration, before.life) == (optimizer.iteration - 1, optimizer.life)
         return last and before.layout.fits(optimizer)
 
     @property

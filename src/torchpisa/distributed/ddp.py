@@ -1,13 +1,15 @@
 """DistributedDataParallel: the consensus in place of the average of gradients."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
-from torchpisa.optim.base import ConsensusOptimizer
-from torchpisa.optim.ranks import Ranks
+from torchpisa.distributed.process_group import Ranks
+from torchpisa.optim.pisa import PISA
+from torchpisa.torch_private import loss_scale
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -20,7 +22,7 @@ _FIRST_BYTES = 2**20
 
 
 def attach(
-    optimizer: ConsensusOptimizer,
+    optimizer: PISA,
     model: "DistributedDataParallel",
     *,
     scaler: "torch.amp.GradScaler | None" = None,
@@ -54,20 +56,22 @@ def attach(
         )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
-    if not isinstance(optimizer, ConsensusOptimizer):
+    if not isinstance(optimizer, PISA):
         raise ValueError(
             f"optimizer must be a PISA, SISA or NSISA, got {type(optimizer).__name__}; MISA takes "
             "the averages of DistributedDataParallel as they are, without attach"
         )
     theirs = distributed.get_process_group_ranks(model.process_group)
-    if optimizer._exchange is None:
+    if optimizer.peers is None:
         if len(theirs) > 1:
             raise ValueError(
                 "optimizer must have been made with process_group=, for example "
                 "torch.distributed.group.WORLD, to be attached to a model"
             )
         return  # a single rank has nobody to average with
-    ours = distributed.get_process_group_ranks(optimizer._exchange.ranks.group)
+    ranks = optimizer.peers
+    assert isinstance(ranks, Ranks)
+    ours = distributed.get_process_group_ranks(ranks.group)
     if ours != theirs:
         raise ValueError(
             f"optimizer must have the process_group of the model, ranks {theirs}, got {ours}"
@@ -79,9 +83,9 @@ def attach(
                 f"optimizer must have all parameters of the model that are trained, but not {name}:"
                 " nobody would average its gradient"
             )
-    hook = _Hook(optimizer, model, scaler)
+    hook = _Hook(optimizer, ranks, model, scaler)
     model.register_comm_hook(None, lambda _, bucket: hook.on_bucket(bucket))
-    optimizer._attached = hook
+    ranks.attached = hook
     for name in ("join", "join_hook"):  # what `model.join()` and `Join([model])` begin with
         setattr(model, name, _refuse_join)
 
@@ -95,7 +99,7 @@ def _refuse_join(*_: object, **__: object) -> NoReturn:
 
 
 def _layout(params: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
-    """Parameters in their order, cut into what is sent together."""
+    """Return parameters in their order, cut into what is sent together."""
     buckets: list[list[Tensor]] = [[]]
     most, size = min(_FIRST_BYTES, limit), 0
     for param in params:
@@ -118,14 +122,16 @@ class _Hook:
 
     def __init__(
         self,
-        optimizer: ConsensusOptimizer,
+        optimizer: PISA,
+        ranks: Ranks,
         model: "DistributedDataParallel",
         scaler: "torch.amp.GradScaler | None",
     ) -> None:
         self.model = model
         self._optimizer = optimizer
+        self._ranks = ranks
         self._scaler = scaler
-        self._group_of: dict[int, int] = {}
+        self._part_of: dict[int, int] = {}
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._order: dict[int, None] = {}
         self._buckets: list[list[Tensor]] | None = None
@@ -145,14 +151,14 @@ class _Hook:
             buffer = bucket.buffer()
             scale = found_inf = None
             if self._scaler is not None and self._scaler.is_enabled():
-                scale = self._scaler._get_scale_async()
+                scale = loss_scale(self._scaler)
                 found_inf = buffer.isfinite().all().logical_not()
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             params = [
-                (self._group(param), param, grad if self._was_reached(param) else None)
+                (self._part(param), param, grad if self._was_reached(param) else None)
                 for param, grad in pairs
             ]
-            self._optimizer._step_early(params, bucket.index(), scale, found_inf)
+            self._optimizer.step_some(params, bucket.index(), scale, found_inf)
             self._ready |= {id(param) for _, param, _ in params}
             self._send()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -164,44 +170,45 @@ class _Hook:
         for bucket in (self._buckets or [])[self._sent :]:
             if not all(id(param) in self._ready for param in bucket):
                 break
-            self._optimizer._send_early([(self._group(param), param, None) for param in bucket])
+            params = [(self._part(param), param, None) for param in bucket]
+            optimizer = self._optimizer
+            members = optimizer.members_of(params, with_gradient=False)
+            self._ranks.contribute(optimizer.parts(), members, optimizer.round, math.inf)
             self._sent += 1
 
-    def check(self, slot: int) -> None:
-        """See `Attached`."""
-        exchange = self._optimizer._exchange
-        assert exchange is not None
+    def expect(self, slot: int) -> None:
+        """Raise RuntimeError if the backward pass has not taken its part of this batch's step."""
         if self._overlaps():
-            if slot != self._optimizer._last_slot or not exchange.begun:
+            if slot != self._optimizer.last_slot or not self._ranks.begun:
                 raise RuntimeError(
                     "no gradients are on their way: an attached optimizer needs a backward pass of "
                     "the DistributedDataParallel model, not under no_sync(), before the step() "
                     "that ends a round, on every rank; skip() cannot take its place"
                 )
             if self._buckets is None:
-                self._lay_out(exchange.ranks)
+                self._lay_out()
                 self._send()
             self._ready.clear()
             self._sent = 0
         self._reached.clear()
 
-    def _lay_out(self, ranks: Ranks) -> None:
+    def _lay_out(self) -> None:
         """Settle the buckets, by the first rank's order; it may differ from others' by chance."""
         number = {id(param): index for index, param in enumerate(self._params)}
         order = [number[key] for key in self._order]
         order += [index for index in reversed(range(len(self._params))) if index not in order]
-        params = [self._params[index] for index in ranks.gather(order)[0]]
+        params = [self._params[index] for index in self._ranks.gather(order)[0]]
         self._buckets = _layout(params, self.model.bucket_bytes_cap)
         if not self._notes:
             for handle in self._handles:
                 handle.remove()
 
     def _overlaps(self) -> bool:
-        """Whether the next step ends a round and can be taken bucket by bucket."""
+        """Return whether the next step ends a round and can be taken bucket by bucket."""
         optimizer = self._optimizer
-        if optimizer._last_slot is None or optimizer.param_groups[0]["clip"] is not None:
+        if optimizer.last_slot is None or optimizer.param_groups[0]["clip"] is not None:
             return False
-        return not any(own.joint for own in optimizer._preconditioners())
+        return not any(part.preconditioner.joint for part in optimizer.parts())
 
     def _note(self, param: Tensor) -> None:
         self._reached.add(id(param))
@@ -210,11 +217,11 @@ class _Hook:
     def _was_reached(self, param: Tensor) -> bool:
         return not self._notes or id(param) in self._reached
 
-    def _group(self, param: Tensor) -> int:
-        if id(param) not in self._group_of:
-            self._group_of = {
-                id(own): number
-                for number, group in enumerate(self._optimizer.param_groups)
-                for own in group["params"]
+    def _part(self, param: Tensor) -> int:
+        if id(param) not in self._part_of:
+            self._part_of = {
+                id(each): number
+                for number, part in enumerate(self._optimizer.parts())
+                for each in part.params
             }
-        return self._group_of[id(param)]
+        return self._part_of[id(param)]

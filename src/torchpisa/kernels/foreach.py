@@ -1,29 +1,30 @@
 """The plain loop's mathematics with one call per operation for all parameters of a kind.
 
-`supports` says which jobs; everything else goes through the loop.
+On a CPU tensors are cut into pieces, and small ones put together, so that a block is still in the
+cache when the next operation comes to it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchpisa.algorithms import sisa
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.kernels import newton_schulz, resolvent, sharded
+from torchpisa.kernels import newton_schulz, resolvent
 from torchpisa.kernels.job import (
     TINY,
+    Kernel,
     LocalJob,
     Member,
     Move,
     check_shapes,
     compute_dtype,
-    own_sigma,
+    keys_shaped_like_params,
     real,
-    shaped_alike,
-    state_key,
 )
+from torchpisa.kernels.loop import LOOP
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import (
     Identity,
@@ -34,163 +35,293 @@ from torchpisa.preconditioners import (
     SpectralConsensus,
 )
 from torchpisa.preconditioners.spectral import as_matrix
+from torchpisa.state_keys import SlotKeys, slot_keys
 
-__all__ = ["consensus", "knows", "leave_out_nonfinite", "local_step", "residual_norm", "supports"]
+__all__ = ["FOREACH", "Foreach", "blocks", "knows", "leave_out_nonfinite", "like", "write_back"]
 
 Tensors = list[Tensor]
 
-# Elements; half a dozen float32 tensors of this size are a few megabytes.
-_CPU_BLOCK = 2**18
+# Elements of a block on a CPU; half a dozen float32 tensors of this size fit in a cache, and more
+# pieces would cost more calls than that saves.
+_CPU_BLOCK = 2**16
 
-
-def supports(job: LocalJob) -> bool:
-    """Whether `local_step` takes this job: a known preconditioner, and nobody to leave out."""
-    return knows(job.preconditioner) and job.keep is None
+_ELEMENTWISE = (Identity, SecondMoment, SpectralConsensus)
 
 
 def knows(preconditioner: Preconditioner) -> bool:
-    """Whether there is a solver for `preconditioner`."""
-    return type(preconditioner) in _SOLVERS
+    """Return whether `preconditioner` is one of the package's own."""
+    return type(preconditioner) in _ELEMENTWISE or type(preconditioner) in _MATRIX_SOLVERS
 
 
-@torch.no_grad()
-def local_step(job: LocalJob) -> None:
-    """See `Kernel`."""
-    solve = _SOLVERS[type(job.preconditioner)]
-    check_shapes(job.members, shaped_alike(job.preconditioner, job.slot))
-    for members in _alike(job.members, job.slot):
-        dtype = _dtype(members, job.slot)
-        stored = _own(members, "dual", job.slot)
-        duals = _as(stored, dtype)
-        torch._foreach_add_(_own(members, "step", job.slot), 1)
-        deltas = solve(job, members, duals, _gradients(job, members, dtype))
-        torch._foreach_add_(duals, deltas)
-        # u = pi + 2 delta is the new dual plus delta, which is not needed any more.
-        contributions = deltas
-        torch._foreach_add_(contributions, duals)
-        if job.move is not None:
-            _move(members, contributions, job.move)
-        else:
-            _accumulate(job, members, contributions)
-        if job.dual_decay != 1:
-            torch._foreach_mul_(duals, job.dual_decay)
-        _write_back(stored, duals, job.stochastic_rounding)
-        for member in members:
-            member.state["arrived"] |= 1 << job.slot
+class Foreach:
+    """The package's own preconditioners, many parameters per call; see `Kernel`."""
+
+    finds_nonfinite: ClassVar[bool] = False
+    takes_flags: ClassVar[bool] = True
+    slower: ClassVar[Kernel | None] = LOOP
+
+    def supports(self, job: LocalJob) -> bool:
+        """Return whether the preconditioner is known, and the batch is known to take part."""
+        return job.keep is None and knows(job.preconditioner)
+
+    @torch.no_grad()
+    def local_step(self, job: LocalJob) -> None:
+        """Take the local step, see `Kernel`."""
+        keys = slot_keys(job.slot)
+        check_shapes(job.members, keys_shaped_like_params(job.preconditioner, job.slot))
+        for members in _alike(job.members, keys.dual):
+            torch._foreach_add_([member.state[keys.step] for member in members], 1)
+            if type(job.preconditioner) in _ELEMENTWISE:
+                _elementwise_step(job, members, keys)
+            else:
+                _matrix_step(job, members, keys)
+            if job.move is None:
+                for member in members:
+                    member.state["arrived"] |= 1 << job.slot
+
+    @torch.no_grad()
+    def residual_norm(self, job: LocalJob) -> Tensors:
+        """Return the norm of r for each member."""
+        keys = slot_keys(job.slot)
+        norms: Tensors = []
+        for members in _alike(job.members, keys.dual):
+            duals = [real(member.state[keys.dual]) for member in members]
+            dtype = compute_dtype(real(members[0].param), duals[0])
+            rs = torch._foreach_add(like(duals, dtype), _gradients(job, members, dtype))
+            norms += torch._foreach_norm(rs)
+        return norms
+
+    @torch.no_grad()
+    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+        """Take the consensus, see `Kernel`; for `keep` None."""
+        assert keep is None
+        check_shapes(members, ("pending",))
+        for alike in _alike(members, "pending"):
+            params = [real(member.param) for member in alike]
+            totals = [real(member.state["pending"]) for member in alike]
+            scales = _scales(move, alike)
+            if move.proximal is not None:
+                _move(move, alike, params, totals, scales)
+                continue
+            for indexes, (some, sums) in blocks([params, totals]):
+                _move(move, alike, some, sums, _picked(scales, indexes))
 
 
-@torch.no_grad()
-def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
-    """See `Kernel`; for `keep` None."""
-    assert keep is None
-    check_shapes(members, ("pending",))
-    for alike in _alike(members, 0):
-        _move(alike, [real(member.state["pending"]) for member in alike], move)
+FOREACH = Foreach()
 
 
-@torch.no_grad()
-def residual_norm(job: LocalJob) -> Tensors:
-    """See `Kernel`."""
-    norms: Tensors = []
-    for members in _alike(job.members, job.slot):
-        dtype = _dtype(members, job.slot)
-        duals = _as(_own(members, "dual", job.slot), dtype)
-        norms += torch._foreach_norm(torch._foreach_add(duals, _gradients(job, members, dtype)))
-    return norms
+# Element by element: blocks of pieces
 
 
-# Each solver returns delta = sigma d = -r / (1 + (rho / sigma) q), in memory that is the caller's.
-
-
-def _identity(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
-    rs = _residuals(job, duals, grads)
-    torch._foreach_mul_(rs, -job.penalty / (job.penalty + job.rho))
-    return rs
-
-
-def _second_moment(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
+def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
+    """Step parameters whose rule takes each coordinate by itself."""
     own = job.preconditioner
-    assert isinstance(own, SecondMoment)
-    rs = _residuals(job, duals, grads)
-    stored = _own(members, "moment", job.slot)
-    moments = _as(stored, rs[0].dtype)
+    params = [real(member.param) for member in members]
+    duals = [real(member.state[keys.dual]) for member in members]
+    dtype = compute_dtype(params[0], duals[0])
+    columns = [params, duals, _gradients(job, members, dtype)]
+    if isinstance(own, SecondMoment):
+        columns.append([real(member.state[keys.moment]) for member in members])
+    if job.move is None:
+        for member in members:
+            if not member.state["arrived"]:
+                member.state["pending"].zero_()
+        columns.append([real(member.state["pending"]) for member in members])
+    whole = job.move is not None and job.move.proximal is not None
+    cut = [(range(len(members)), columns)] if whole else list(blocks(columns))
+    ratios: Any = None
+    scales: Any = None
+    if job.sigma is None:
+        sigma = _follow(job, members, keys, cut, dtype)
+        ratios = _listed(job.rho / sigma, dtype)
+        if job.move is not None:
+            scales = _listed(job.move.scale(sigma), dtype)
+    else:
+        ratios = job.rho / job.sigma
+        if job.move is not None:
+            scales = job.move.scale()
+    corrections: Any = 1.0
+    if isinstance(own, SecondMoment) and own.scheme == "adam":
+        corrections = _same([(1 - own.beta**step) ** 0.5 for step in _steps(members, keys)])
+    for indexes, (ws, stored, grads, *others) in cut:
+        pis = like(stored, dtype)
+        rs = list(torch._foreach_add(pis, grads))
+        if job.clip_scale is not None:
+            torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
+        if isinstance(own, SecondMoment):
+            _divide_by_roots(
+                own, rs, others[0], _picked(ratios, indexes), _picked(corrections, indexes), job
+            )
+        elif isinstance(own, SpectralConsensus):
+            torch._foreach_mul_(rs, own.momentum - 1)
+        else:
+            torch._foreach_mul_(rs, -1 / (1 + ratios))
+        # What rs holds now is delta; u = pi + 2 delta is the new dual plus delta.
+        torch._foreach_add_(pis, rs)
+        torch._foreach_add_(rs, pis)
+        if job.move is None:
+            _accumulate(job, others[-1], rs)
+        else:
+            _move(job.move, members, ws, rs, _picked(scales, indexes))
+        if job.dual_decay != 1:
+            torch._foreach_mul_(pis, job.dual_decay)
+        write_back(stored, pis, job.stochastic_rounding)
+
+
+def _divide_by_roots(
+    own: SecondMoment, rs: Tensors, stored: Tensors, ratios: Any, corrections: Any, job: LocalJob
+) -> None:
+    """Turn r into delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)), after updating the moment."""
+    moments = like(stored, rs[0].dtype)
     if own.scheme == "adagrad":
         torch._foreach_addcmul_(moments, rs, rs)
     else:
         torch._foreach_mul_(moments, own.beta)
         torch._foreach_addcmul_(moments, rs, rs, 1 - own.beta)
-    _write_back(stored, moments, job.stochastic_rounding)
-    roots = list(torch._foreach_sqrt(moments))
+    write_back(stored, moments, job.stochastic_rounding)
+    roots = torch._foreach_sqrt(moments)
     # The bias correction of Scheme III goes into the scalars instead of over the tensors.
-    corrections: Any = [1.0] * len(roots)
-    if own.scheme == "adam":
-        corrections = [(1 - own.beta**step) ** 0.5 for step in _steps(job, members)]
     if own.eta < float("inf"):
-        for root, c in zip(roots, corrections, strict=True):
-            root.clamp_(max=own.eta * c)
-    ratios: list[Any]
-    if job.sigma is None:
-        ratios = [job.rho / sigma for sigma in _follow(job, members, rs)]
-    else:
-        ratios = [job.rho / job.penalty] * len(roots)
-    pairs = zip(ratios, corrections, strict=True)
-    torch._foreach_mul_(roots, [-ratio / c for ratio, c in pairs])
-    torch._foreach_add_(roots, [-(1 + ratio * own.eps) for ratio in ratios])
+        caps = corrections if isinstance(corrections, list) else [corrections] * len(roots)
+        for root, correction in zip(roots, caps, strict=True):
+            root.clamp_(max=own.eta * correction)
+    torch._foreach_mul_(roots, _each(lambda ratio, c: -ratio / c, ratios, corrections))
+    shifts = -1.0 if own.eps == 0 else _each(lambda ratio: -(1 + ratio * own.eps), ratios)
+    torch._foreach_add_(roots, shifts)
     torch._foreach_div_(rs, roots)
-    return rs
 
 
-def _follow(job: LocalJob, members: list[Member], rs: Tensors) -> list[Scalar]:
-    """Let the sigma of every parameter follow its gradients, and return them."""
+def _follow(
+    job: LocalJob, members: list[Member], keys: SlotKeys, cut: list[Any], dtype: torch.dtype
+) -> Tensor:
+    """Let the sigma of every parameter follow its gradients, and return them in one tensor."""
     own = job.preconditioner
     assert isinstance(own, SecondMoment)
-    norms = torch.stack(torch._foreach_norm(rs))
-    sizes = [r.numel() for r in rs]
-    wholes = [member.whole for member in members if member.whole is not None]
-    if wholes:
-        norms = sharded.summed(norms.square(), sharded.groups(wholes)).sqrt()
-        sizes = [real(whole).numel() for whole in wholes]
-    key = state_key("sigma", job.slot), state_key("level", job.slot)
-    rows = zip(members, norms.unbind(), sizes, _steps(job, members), strict=True)
-    for member, norm, size, step in rows:
-        sigma, level = (member.state[name] for name in key)
-        rms = (norm / max(1, size) ** 0.5).to(level.device, level.dtype)
-        new_sigma, new_level = sisa.followed(sigma, level, rms, step, own.scheme, own.beta)
-        sigma.copy_(new_sigma.clamp(min=TINY))
-        level.copy_(new_level)
-    return [own_sigma(member, job.slot) for member in members]
+    norms: dict[int, list[Tensor]] = {}
+    for indexes, (_, stored, grads, *_) in cut:
+        rs = torch._foreach_add(like(stored, dtype), grads)
+        if job.clip_scale is not None:
+            torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
+        for index, norm in zip(indexes, torch._foreach_norm(rs), strict=True):
+            norms.setdefault(index, []).append(norm)
+    pieces = [norms[index] for index in range(len(members))]
+    sums = [each[0] if len(each) == 1 else torch.stack(each).norm() for each in pieces]
+    norm = torch.stack(sums)
+    sizes = [max(1, real(member.origin).numel()) ** 0.5 for member in members]
+    if members[0].whole is not None:
+        from torchpisa.distributed import dtensor
+
+        groups = dtensor.groups([member.origin for member in members])
+        norm = dtensor.summed(norm.square(), groups).sqrt()
+    old_sigmas = [member.state[keys.sigma] for member in members]
+    old_levels = [member.state[keys.level] for member in members]
+    sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
+    rms = (norm / torch.tensor(sizes, dtype=norm.dtype, device=norm.device)).to(level.dtype)
+    steps: Any = _same(_steps(members, keys))
+    if isinstance(steps, list):
+        on_device = isinstance(steps[0], Tensor)
+        steps = torch.stack(steps) if on_device else torch.tensor(steps, dtype=level.dtype)
+    sigma, level = sisa.followed(sigma, level, rms, steps, own.scheme, own.beta)
+    sigma = sigma.clamp_(min=TINY)
+    torch._foreach_copy_(old_sigmas, sigma.unbind())
+    torch._foreach_copy_(old_levels, level.unbind())
+    return sigma
 
 
-def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
+def _listed(numbers: Scalar, dtype: torch.dtype) -> list[Any]:
+    """Return a tensor's numbers as foreach takes them: floats, or tensors to wait for nothing."""
+    assert isinstance(numbers, Tensor)
+    if numbers.device.type == "cpu":
+        floats: list[float] = numbers.tolist()
+        return floats
+    return list(numbers.to(dtype).unbind())
+
+
+def blocks(columns: list[Tensors]) -> Iterator[tuple[Sequence[int], list[Tensors]]]:
+    """Yield corresponding pieces of the tensors in all columns, and whose they are.
+
+    Args:
+        columns: parameters, gradients and so on, in the same order; of one device.
+    """
+    first = columns[0]
+    sizes = [tensor.numel() for tensor in first]
+    if first[0].device.type != "cpu" or sum(sizes) <= _CPU_BLOCK:
+        yield range(len(first)), columns
+        return
+    indexes: list[int] = []
+    elements = 0
+    for index, size in enumerate(sizes):
+        row = [column[index] for column in columns]
+        if size > _CPU_BLOCK and all(tensor.is_contiguous() for tensor in row):
+            cut = (torch.split(tensor.view(-1), _CPU_BLOCK) for tensor in row)
+            for piece in zip(*cut, strict=True):
+                yield [index], [[tensor] for tensor in piece]
+            continue
+        if indexes and elements + size > _CPU_BLOCK:
+            yield indexes, [[column[i] for i in indexes] for column in columns]
+            indexes, elements = [], 0
+        indexes.append(index)
+        elements += size
+    if indexes:
+        yield indexes, [[column[i] for i in indexes] for column in columns]
+
+
+# Whole matrices
+
+
+def _matrix_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
+    """Step parameters whose rule needs all of a matrix at once."""
+    params = [real(member.param) for member in members]
+    stored = [real(member.state[keys.dual]) for member in members]
+    dtype = compute_dtype(params[0], stored[0])
+    duals = like(stored, dtype)
+    grads = _gradients(job, members, dtype)
+    deltas = _MATRIX_SOLVERS[type(job.preconditioner)](job, members, duals, grads, keys)
+    torch._foreach_add_(duals, deltas)
+    torch._foreach_add_(deltas, duals)  # u = pi + 2 delta
+    if job.move is not None:
+        _move(job.move, members, params, deltas, _scales(job.move, members))
+    else:
+        for member in members:
+            if not member.state["arrived"]:
+                member.state["pending"].zero_()
+        _accumulate(job, [real(member.state["pending"]) for member in members], deltas)
+    if job.dual_decay != 1:
+        torch._foreach_mul_(duals, job.dual_decay)
+    write_back(stored, duals, job.stochastic_rounding)
+
+
+# Each solver returns delta = sigma d, in memory that is the caller's.
+
+
+def _newton_schulz(
+    job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors, keys: SlotKeys
+) -> Tensors:
     own = job.preconditioner
     assert isinstance(own, NewtonSchulz)
-    stored = _own(members, "momentum", job.slot)
-    momenta = _as(stored, duals[0].dtype)
+    stored = [real(member.state[keys.momentum]) for member in members]
+    momenta = like(stored, duals[0].dtype)
     torch._foreach_mul_(momenta, own.momentum)
     torch._foreach_add_(momenta, grads)
-    _write_back(stored, momenta, job.stochastic_rounding)
+    write_back(stored, momenta, job.stochastic_rounding)
     bs = momenta
     if own.nesterov:
         bs = list(torch._foreach_add(grads, momenta, alpha=own.momentum))
-    wholes = [member.whole for member in members if member.whole is not None]
 
     def orthogonalized(matrices: Sequence[Tensor]) -> Tensors:
         return newton_schulz.orthogonalize(matrices, own.ns_steps, own.dtype)
 
-    if wholes:
-        os = sharded.solve(bs, wholes, orthogonalized)
-    else:
-        os = orthogonalized([b.flatten(1) for b in bs])
+    os = _of_matrices(members, bs, orthogonalized)
     if own.aspect_scaling:
-        shapes = [whole.shape for whole in wholes or bs]
+        shapes = [member.origin.shape for member in members]
         scales = [own.scale(shape[0], shape.numel() // shape[0]) for shape in shapes]
         torch._foreach_mul_(os, scales)
     sums = [o.view_as(b) for o, b in zip(os, bs, strict=True)]
     torch._foreach_add_(sums, duals)
-    denominators = list(torch._foreach_abs(sums))
+    denominators = torch._foreach_abs(sums)
     kind = torch.finfo(sums[0].dtype)
     least = kind.tiny * kind.eps
-    for s, step in zip(sums, _steps(job, members), strict=True):
+    for s, step in zip(sums, _steps(members, keys), strict=True):
         perturbation = own.perturbation**step
         # After a few steps nothing is left of it in the dtype, unless the device alone knows.
         if isinstance(perturbation, Tensor) or perturbation >= least:
@@ -201,18 +332,22 @@ def _newton_schulz(job: LocalJob, members: list[Member], duals: Tensors, grads: 
     return sums
 
 
-def _spectral(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
+def _spectral(
+    job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors, keys: SlotKeys
+) -> Tensors:
     own = job.preconditioner
     assert isinstance(own, Spectral)
-    rs = _residuals(job, duals, grads)
+    rs = list(torch._foreach_add(duals, grads))
+    if job.clip_scale is not None:
+        torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
     # For sigma d at once: (sigma I + rho Q)^-1 r leaves the range of the dtype as sigma grows.
     ratio = job.rho / job.penalty
     if own.average:
-        stored = _own(members, "average", job.slot)
-        averages = _as(stored, rs[0].dtype)
-        matrices, steps = [r.flatten(1) for r in rs], _steps(job, members)
+        stored = [real(member.state[keys.average]) for member in members]
+        averages = like(stored, rs[0].dtype)
+        matrices, steps = [r.flatten(1) for r in rs], _steps(members, keys)
         ys, averages = resolvent.averaged(matrices, averages, steps, own, 1.0, ratio)
-        _write_back(stored, averages, job.stochastic_rounding)
+        write_back(stored, averages, job.stochastic_rounding)
     else:
         ys = _resolvents(members, rs, own, 1.0, ratio)
     # Into the memory of r, which is laid out like the dual.
@@ -221,98 +356,55 @@ def _spectral(job: LocalJob, members: list[Member], duals: Tensors, grads: Tenso
     return rs
 
 
+_MATRIX_SOLVERS: dict[
+    type[Preconditioner],
+    Callable[[LocalJob, list[Member], Tensors, Tensors, SlotKeys], Tensors],
+] = {NewtonSchulz: _newton_schulz, Spectral: _spectral}
+
+
+def _of_matrices(
+    members: list[Member], tensors: Tensors, solve: Callable[[Sequence[Tensor]], Tensors]
+) -> Tensors:
+    """Return what `solve` makes of whole matrices, also where they are spread over processes."""
+    if members[0].whole is not None:
+        from torchpisa.distributed import dtensor
+
+        return dtensor.solve(tensors, [member.origin for member in members], solve)
+    return solve([as_matrix(tensor) for tensor in tensors])
+
+
 def _resolvents(
     members: list[Member], rs: Tensors, own: Spectral, sigma: Scalar, rho: Scalar
 ) -> Tensors:
-    """(sigma I + rho Q)^-1 r for matrices that belong to `members`; flattened if they are whole."""
-    wholes = [member.whole for member in members if member.whole is not None]
-
-    def solve(matrices: Sequence[Tensor]) -> Tensors:
-        return resolvent.resolvents(matrices, own, sigma, rho)
-
-    return sharded.solve(rs, wholes, solve) if wholes else solve([as_matrix(r) for r in rs])
+    """Return (sigma I + rho Q)^-1 r for matrices that belong to `members`."""
+    return _of_matrices(members, rs, lambda ms: resolvent.resolvents(ms, own, sigma, rho))
 
 
-def _averaging(job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors) -> Tensors:
-    own = job.preconditioner
-    assert isinstance(own, SpectralConsensus)
-    rs = _residuals(job, duals, grads)
-    torch._foreach_mul_(rs, own.momentum - 1)
-    return rs
+# What all rules share
 
 
-_SOLVERS: dict[
-    type[Preconditioner], Callable[[LocalJob, list[Member], Tensors, Tensors], Tensors]
-] = {
-    Identity: _identity,
-    SecondMoment: _second_moment,
-    NewtonSchulz: _newton_schulz,
-    Spectral: _spectral,
-    SpectralConsensus: _averaging,
-}
+def _alike(members: list[Member], key: str) -> list[list[Member]]:
+    """Return members in lists that share devices and dtypes, as the fast routes want them.
 
-
-def _alike(members: list[Member], slot: int) -> Iterator[list[Member]]:
-    """Members in lists that share devices and dtypes, as foreach's fast routes want them.
-
-    On a CPU a list is also cut where its tensors no longer fit in the cache together, because one
-    operation after the other goes over all of them.
+    Args:
+        members: the parameters.
+        key: the state whose dtype counts.
     """
-    lists: dict[object, list[Member]] = {}
+    kinds: dict[object, list[Member]] = {}
     for member in members:
-        dual = member.state[state_key("dual", slot)]
-        grad = None if member.grad is None else member.grad.dtype
-        kind = (member.param.device, member.param.dtype, dual.dtype, grad)
-        lists.setdefault(kind, []).append(member)
-    for alike in lists.values():
-        # Of sharded matrices all processes must exchange the same ones together.
-        if alike[0].param.device.type != "cpu" or alike[0].whole is not None:
-            yield alike
-            continue
-        block: list[Member] = []
-        elements = 0
-        for member in alike:
-            if block and elements + member.param.numel() > _CPU_BLOCK:
-                yield block
-                block, elements = [], 0
-            block.append(member)
-            elements += member.param.numel()
-        yield block
-
-
-def _dtype(members: list[Member], slot: int) -> torch.dtype:
-    first = members[0]
-    return compute_dtype(real(first.param), real(first.state[state_key("dual", slot)]))
-
-
-def _own(members: list[Member], name: str, slot: int) -> Tensors:
-    key = state_key(name, slot)
-    return [real(member.state[key]) for member in members]
-
-
-def _as(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    if all(tensor.dtype == dtype for tensor in tensors):
-        return tensors
-    return [tensor.to(dtype) for tensor in tensors]
-
-
-def _write_back(stored: Tensors, computed: Tensors, stochastic_rounding: bool) -> None:
-    if stored is computed:
-        return
-    if stochastic_rounding:
-        for target, value in zip(stored, computed, strict=True):
-            store(target, value, stochastic_rounding)
-    else:
-        torch._foreach_copy_(stored, computed)
+        param, grad, state, whole = member
+        dtype = None if grad is None else grad.dtype
+        kind = param.device, param.dtype, state[key].dtype, dtype, whole is None
+        kinds.setdefault(kind, []).append(member)
+    return list(kinds.values())
 
 
 def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tensors:
-    """g_i in `dtype`, never to be written to: it may be the user's own gradient."""
-    params = [real(member.param) for member in members]
+    """Return g_i in `dtype`, never to be written to: it may be the user's own gradient."""
     if members[0].grad is None:
-        grads = [torch.zeros_like(param, dtype=dtype) for param in params]
+        grads = [torch.zeros_like(real(member.param), dtype=dtype) for member in members]
     else:
-        grads = _as([real(member.grad) for member in members if member.grad is not None], dtype)
+        grads = like([real(member.grad) for member in members if member.grad is not None], dtype)
         if job.flags is not None:
             pairs = zip(job.members, job.flags, strict=True)
             flags = {id(member.param): flag for member, flag in pairs}
@@ -322,7 +414,8 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
     if job.maximize:
         grads = list(torch._foreach_neg(grads))
     if job.weight_decay != 0:
-        grads = list(torch._foreach_add(grads, _as(params, dtype), alpha=job.weight_decay))
+        params = like([real(member.param) for member in members], dtype)
+        grads = list(torch._foreach_add(grads, params, alpha=job.weight_decay))
     return grads
 
 
@@ -339,54 +432,93 @@ def leave_out_nonfinite(grads: Tensors, flags: Sequence[Tensor]) -> Tensors:
     return [torch.where(keep, g, 0) for keep, g in zip(good.unbind(), grads, strict=True)]
 
 
-def _residuals(job: LocalJob, duals: Tensors, grads: Tensors) -> Tensors:
-    if job.flags is None:
-        rs = list(torch._foreach_add(duals, grads))
-    else:  # the gradients are copies, which are not needed any more
-        rs = grads
-        torch._foreach_add_(rs, duals)
-    if job.clip_scale is not None:
-        torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
-    return rs
-
-
-def _steps(job: LocalJob, members: list[Member]) -> list[Scalar]:
-    steps = [member.state[state_key("step", job.slot)] for member in members]
-    return [step.item() if step.device.type == "cpu" else step for step in steps]
-
-
-def _accumulate(job: LocalJob, members: list[Member], contributions: Tensors) -> None:
-    """pending = sum of a_i u_i: started by the first batch of a round, added to by the others."""
-    for member in members:
-        if not member.state["arrived"]:
-            member.state["pending"].zero_()
-    stored = [real(member.state["pending"]) for member in members]
-    totals = _as(stored, contributions[0].dtype)
+def _accumulate(job: LocalJob, stored: Tensors, contributions: Tensors) -> None:
+    """Add a_i u_i to the sum of the round."""
+    totals = like(stored, contributions[0].dtype)
     torch._foreach_add_(totals, contributions, alpha=job.weight)
-    _write_back(stored, totals, job.stochastic_rounding)
+    write_back(stored, totals, job.stochastic_rounding)
 
 
-def _move(members: list[Member], totals: Tensors, move: Move) -> None:
-    params = [real(member.param) for member in members]
-    dtype = compute_dtype(params[0], totals[0])
-    ws, totals = _as(params, dtype), _as(totals, dtype)
+def _scales(move: Move, members: list[Member]) -> Any:
+    """Return lr / (S + lr lambda): one number, or one per member where sigma follows gradients."""
+    if isinstance(move.total_sigma, float | Tensor):
+        return move.scale()
+    return [move.scale(move.total(member)) for member in members]
+
+
+def _move(move: Move, members: list[Member], stored: Tensors, totals: Tensors, scales: Any) -> None:
+    """Take the consensus.
+
+    Args:
+        move: its numbers.
+        members: the parameters, for a proximal term.
+        stored: what is moved, parameters or pieces of them.
+        totals: U; may be written to only in a local step, and is not here.
+        scales: from `_scales`, of each piece or of all.
+    """
+    dtype = compute_dtype(stored[0], totals[0])
+    ws, totals = like(stored, dtype), like(totals, dtype)
     if move.consensus_decay != 0:
         totals = list(torch._foreach_add(totals, ws, alpha=-move.consensus_decay))
-    if move.total_sigma is None or isinstance(move.total_sigma, Mapping):
-        scales: Any = [move.scale(member) for member in members]
-        if isinstance(scales[0], Tensor):
-            scales = [scale.to(ws[0].dtype) for scale in scales]
-        torch._foreach_add_(ws, list(torch._foreach_mul(totals, scales)))
-        _write_back(params, ws, move.stochastic_rounding)
-        return
-    scale = move.scale()
     if move.proximal is not None:
+        assert isinstance(move.total_sigma, float | Tensor)
         sigma = move.total_sigma + move.lr * move.consensus_decay
         ys = _resolvents(members, totals, move.proximal, sigma, move.rho)
         totals = [y.reshape(total.shape) for y, total in zip(ys, totals, strict=True)]
-        scale = move.lr
-    if isinstance(scale, Tensor):
-        torch._foreach_add_(ws, torch._foreach_mul(totals, scale.to(ws[0].device)))
+        scales = move.lr
+    if isinstance(scales, float | int):
+        torch._foreach_add_(ws, totals, alpha=scales)
     else:
-        torch._foreach_add_(ws, totals, alpha=scale)
-    _write_back(params, ws, move.stochastic_rounding)
+        if isinstance(scales, Tensor):
+            scales = scales.to(ws[0].device)
+        elif isinstance(scales[0], Tensor):
+            scales = [scale.to(ws[0].device, dtype) for scale in scales]
+        torch._foreach_add_(ws, torch._foreach_mul(totals, scales))
+    write_back(stored, ws, move.stochastic_rounding)
+
+
+def like(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Return tensors of one dtype in `dtype`: the same list if they have it already."""
+    return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
+
+
+def write_back(stored: Tensors, computed: Tensors, stochastic_rounding: bool) -> None:
+    """Write what was computed in a wider dtype, if it is not there already."""
+    if stored is computed:
+        return
+    if stochastic_rounding:
+        for target, value in zip(stored, computed, strict=True):
+            store(target, value, stochastic_rounding)
+    else:
+        torch._foreach_copy_(stored, computed)
+
+
+def _steps(members: list[Member], keys: SlotKeys) -> list[Scalar]:
+    """Return how often each parameter was stepped, this time included."""
+    steps = [member.state[keys.step] for member in members]
+    if steps[0].device.type == "cpu":
+        return [step.item() for step in steps]
+    return steps
+
+
+def _same(values: list[Any]) -> Any:
+    """Return a list of numbers, or the number itself if they are all the same."""
+    first = values[0]
+    same = not isinstance(first, Tensor) and all(value == first for value in values)
+    return first if same else values
+
+
+def _picked(values: Any, indexes: Sequence[int]) -> Any:
+    """Return the entries of a list at `indexes`; what is no list serves all of them."""
+    if not isinstance(values, list) or isinstance(indexes, range):
+        return values
+    return [values[index] for index in indexes]
+
+
+def _each(function: Callable[..., Scalar], *arguments: Any) -> Any:
+    """Apply a function to numbers, or entry by entry where some of them are lists."""
+    lengths = [len(argument) for argument in arguments if isinstance(argument, list)]
+    if not lengths:
+        return function(*arguments)
+    lists = [a if isinstance(a, list) else [a] * lengths[0] for a in arguments]
+    return [function(*entries) for entries in zip(*lists, strict=True)]

@@ -2,21 +2,28 @@
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment, Spectral
+from torchpisa.state_keys import slot_keys
 
-__all__ = ["TINY", "Kernel", "LocalJob", "Member", "Move", "check_shapes", "mark_changed"]
-__all__ += ["own_sigma", "shaped_alike", "state_key"]
-
-
-def state_key(name: str, slot: int) -> str:
-    """Name of a batch's own state, such as `dual.0`."""
-    return f"{name}.{slot}"
+__all__ = [
+    "TINY",
+    "Kernel",
+    "LocalJob",
+    "Member",
+    "Move",
+    "check_shapes",
+    "compute_dtype",
+    "keys_shaped_like_params",
+    "mark_changed",
+    "real",
+    "sigma_of",
+]
 
 
 class Member(NamedTuple):
@@ -54,27 +61,28 @@ class Move(NamedTuple):
     proximal: Spectral | None = None
     rho: Scalar = 0.0
 
-    def scale(self, member: Member | None = None) -> Scalar:
+    def scale(self, total_sigma: Scalar | None = None) -> Scalar:
         """Return lr / (S + lr lambda), what the consensus multiplies U - lambda w by.
 
         Args:
-            member: the parameter; None if S is the same for all.
+            total_sigma: S of one parameter; None if it is the same for all.
         """
-        return self.lr / (self.total(member) + self.lr * self.consensus_decay)
+        total: Any = self.total_sigma if total_sigma is None else total_sigma
+        scale: Scalar = self.lr / (total + self.lr * self.consensus_decay)
+        return scale
 
-    def total(self, member: Member | None = None) -> Scalar:
+    def total(self, member: Member) -> Scalar:
         """Return S of a parameter; never zero, which it is before the first gradient."""
-        if self.total_sigma is None or isinstance(self.total_sigma, Mapping):
-            assert member is not None
-            if self.total_sigma is None:
-                return own_sigma(member, 0)
+        if self.total_sigma is None:
+            return sigma_of(member, 0)
+        if isinstance(self.total_sigma, Mapping):
             return _positive(self.total_sigma[id(member.origin)])
         return self.total_sigma
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LocalJob:
-    """One batch's local step over some members of a parameter group.
+    """One batch's local step over some parameters that share a rule.
 
     Attributes:
         members: the parameters, with the gradient of this batch.
@@ -87,12 +95,12 @@ class LocalJob:
         weight_decay: mu - lambda.
         dual_decay: factor on the new dual.
         maximize: negate the gradients.
-        grad_scale: what the gradients were multiplied by (GradScaler), or None.
-        clip_scale: factor on the residual, or None.
         keep: a 0-d bool tensor that is False if the batch counts as absent, or None for True. It
             is a tensor where asking for its value would make the host wait for the device.
         move: consensus to take at once (one batch), or None to add to `pending` (several).
         stochastic_rounding: round what is stored in bfloat16 at random instead of to nearest.
+        grad_scale: what the gradients were multiplied by (GradScaler), or None.
+        clip_scale: factor on the residual, or None.
         search: leave out entries of gradients that are not finite, and note whose they are; for
             kernels that search while they work.
         flags: numbers on the device, one per member, that `foreach` raises where it finds a
@@ -108,11 +116,11 @@ class LocalJob:
     weight_decay: float
     dual_decay: float
     maximize: bool
-    grad_scale: Tensor | None
-    clip_scale: Tensor | None
     keep: Tensor | None
     move: Move | None
     stochastic_rounding: bool = False
+    grad_scale: Tensor | None = None
+    clip_scale: Tensor | None = None
     search: bool = False
     flags: Sequence[Tensor] | None = None
 
@@ -124,21 +132,36 @@ class LocalJob:
 
 
 class Kernel(Protocol):
-    """A way to compute: `loop`, `foreach` or a fused plan."""
+    """A way to compute local steps and consensuses; `kernels.dispatch` chooses among them.
+
+    Attributes:
+        finds_nonfinite: whether it looks for entries of gradients that are not finite while it
+            works (`LocalJob.search`), so that nobody has to look before.
+        takes_flags: whether it can leave out whole gradients that are not finite, and say whose
+            they are (`LocalJob.flags`).
+        slower: the kernel to use for jobs that this one does not support.
+    """
+
+    finds_nonfinite: ClassVar[bool]
+    takes_flags: ClassVar[bool]
+    slower: ClassVar["Kernel | None"]
+
+    def supports(self, job: LocalJob) -> bool:
+        """Return whether `local_step` takes this job."""
 
     def local_step(self, job: LocalJob) -> None:
-        """Equations (2.10) to (2.14) for one batch; with `job.move` also the consensus (2.9)."""
+        """Take equations (2.10) to (2.14) for one batch; with `job.move` also consensus (2.9)."""
 
     def residual_norm(self, job: LocalJob) -> list[Tensor]:
-        """Norms of r_i, as 0-d tensors, over some of the members each."""
+        """Return norms of r_i, as 0-d tensors, over some of the members each."""
 
     def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
-        """Equation (2.9) from the sum in `pending`; nothing moves if `keep` is False."""
+        """Take equation (2.9) from the sum in `pending`; nothing moves if `keep` is False."""
 
 
-def own_sigma(member: Member, slot: int) -> Scalar:
+def sigma_of(member: Member, slot: int) -> Scalar:
     """Return the sigma that follows the gradients of a parameter, on a CPU as a float."""
-    sigma: Tensor = member.state[state_key("sigma", slot)]
+    sigma: Tensor = member.state[slot_keys(slot).sigma]
     return _positive(sigma.item() if sigma.device.type == "cpu" else sigma)
 
 
@@ -147,7 +170,7 @@ def _positive(sigma: Scalar) -> Scalar:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """A complex tensor seen as pairs of real numbers; a real one as it is."""
+    """Return a complex tensor as pairs of real numbers, and a real one as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -173,14 +196,14 @@ def check_shapes(members: Iterable[Member], keys: Iterable[str]) -> None:
                 )
 
 
-def shaped_alike(preconditioner: Preconditioner, slot: int) -> list[str]:
-    """Return the keys of state that is shaped like its parameter; others may have any shape."""
-    names = ["dual"]
+def keys_shaped_like_params(preconditioner: Preconditioner, slot: int) -> list[str]:
+    """Return the keys of state that is shaped like its parameter; other state may not be."""
+    keys = slot_keys(slot)
     if isinstance(preconditioner, SecondMoment):
-        names.append("moment")
-    elif isinstance(preconditioner, NewtonSchulz):
-        names.append("momentum")
-    return [*(state_key(name, slot) for name in names), "pending"]
+        return [keys.dual, keys.moment, "pending"]
+    if isinstance(preconditioner, NewtonSchulz):
+        return [keys.dual, keys.momentum, "pending"]
+    return [keys.dual, "pending"]
 
 
 def mark_changed(params: Iterable[Tensor]) -> None:
@@ -193,5 +216,5 @@ def mark_changed(params: Iterable[Tensor]) -> None:
 
 
 def compute_dtype(param: Tensor, state: Tensor) -> torch.dtype:
-    """At least float32, so that half-precision state is rounded once per step."""
+    """Return at least float32, so that half-precision state is rounded once per step."""
     return torch.promote_types(torch.promote_types(param.dtype, state.dtype), torch.float32)

@@ -2,88 +2,99 @@
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchpisa.algorithms import pisa, sisa
-from torchpisa.kernels import sharded
 from torchpisa.kernels.job import (
     TINY,
+    Kernel,
     LocalJob,
     Member,
     Move,
     check_shapes,
     compute_dtype,
+    keys_shaped_like_params,
     real,
-    shaped_alike,
-    state_key,
 )
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners import LocalProblem, Preconditioner, SecondMoment
 from torchpisa.preconditioners.base import State, solve_for_deltas
+from torchpisa.state_keys import of_slot, slot_keys, state_key
 
-__all__ = ["add_dual", "consensus", "local_step", "residual_norm"]
+__all__ = ["LOOP", "Loop", "add_dual"]
 
 
-@torch.no_grad()
-def local_step(job: LocalJob) -> None:
-    """See `Kernel`."""
-    check_shapes(job.members, shaped_alike(job.preconditioner, job.slot))
-    chunks = [job.members] if job.preconditioner.joint else [[member] for member in job.members]
-    for chunk in chunks:
-        if not chunk:
-            continue
-        problems = [_problem(job, member) for member in chunk]
-        states = [
-            _own_state(job, member, problem.dual.dtype)
-            for member, problem in zip(chunk, problems, strict=True)
-        ]
-        follows = [_follow(job, *pair) for pair in zip(chunk, problems, strict=True)]
-        problems = [
-            replace(problem, sigma=new["sigma"]) if new else problem
-            for problem, new in zip(problems, follows, strict=True)
-        ]
-        solved = solve_for_deltas(job.preconditioner, problems, states)
-        _check_solution(job.preconditioner, problems, states, solved)
-        for member, problem, state, (delta, new_state), follow in zip(
-            chunk, problems, states, solved, follows, strict=True
-        ):
-            local = pisa.local_step_of_delta(problem.dual, delta, job.dual_decay)
-            keep = _keep(job, problem.dual)
-            for name, value in follow.items():
-                own = member.state[state_key(name, job.slot)]
-                own.copy_(_chooser(keep)(value, own))
-            _store(job, member, problem, local, state, new_state)
+class Loop:
+    """One parameter after the other, for any preconditioner; see `Kernel`."""
+
+    finds_nonfinite: ClassVar[bool] = False
+    takes_flags: ClassVar[bool] = False
+    slower: ClassVar[Kernel | None] = None
+
+    def supports(self, job: LocalJob) -> bool:
+        """Return True: the loop takes everything."""
+        return True
+
+    @torch.no_grad()
+    def local_step(self, job: LocalJob) -> None:
+        """Take the local step, see `Kernel`."""
+        check_shapes(job.members, keys_shaped_like_params(job.preconditioner, job.slot))
+        chunks = [job.members] if job.preconditioner.joint else [[m] for m in job.members]
+        for chunk in filter(None, chunks):
+            problems = [_problem(job, member) for member in chunk]
+            states = [
+                _preconditioner_state(job, member, problem.dual.dtype)
+                for member, problem in zip(chunk, problems, strict=True)
+            ]
+            follows = [_follow(job, *pair) for pair in zip(chunk, problems, strict=True)]
+            problems = [
+                replace(problem, sigma=new["sigma"]) if new else problem
+                for problem, new in zip(problems, follows, strict=True)
+            ]
+            solved = solve_for_deltas(job.preconditioner, problems, states)
+            _check_solution(job.preconditioner, problems, states, solved)
+            for member, problem, state, (delta, new_state), follow in zip(
+                chunk, problems, states, solved, follows, strict=True
+            ):
+                local = pisa.local_step_of_delta(problem.dual, delta, job.dual_decay)
+                keep = _keep(job, problem.dual)
+                for name, value in follow.items():
+                    target = member.state[state_key(name, job.slot)]
+                    target.copy_(_chooser(keep)(value, target))
+                _store(job, member, problem, local, state, new_state)
+
+    @torch.no_grad()
+    def residual_norm(self, job: LocalJob) -> list[Tensor]:
+        """Return the norm of r for each member."""
+        problems = (_problem(job, member) for member in job.members)
+        return [torch.linalg.vector_norm(problem.residual) for problem in problems]
+
+    @torch.no_grad()
+    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+        """Take the consensus, see `Kernel`."""
+        check_shapes(members, ("pending",))
+        for member in members:
+            _move(member, real(member.state["pending"]), move, keep)
+
+
+LOOP = Loop()
 
 
 @torch.no_grad()
 def add_dual(members: list[Member], slot: int, weight: float, stochastic_rounding: bool) -> None:
     """Let an absent batch contribute its dual, u_i = pi_i."""
-    check_shapes(members, (state_key("dual", slot), "pending"))
+    key = slot_keys(slot).dual
+    check_shapes(members, (key, "pending"))
     for param, _, state, _ in members:
-        pending, dual = real(state["pending"]), real(state[state_key("dual", slot)])
+        pending, dual = real(state["pending"]), real(state[key])
         total = weight * dual.to(compute_dtype(real(param), dual))
         if state["arrived"]:
             total = total + pending.to(total.dtype)
         store(pending, total, stochastic_rounding)
         state["arrived"] |= 1 << slot
-
-
-@torch.no_grad()
-def consensus(members: list[Member], move: Move, keep: Tensor | None) -> None:
-    """See `Kernel`."""
-    check_shapes(members, ("pending",))
-    for member in members:
-        _move(member, real(member.state["pending"]), move, keep)
-
-
-@torch.no_grad()
-def residual_norm(job: LocalJob) -> list[Tensor]:
-    """See `Kernel`."""
-    problems = (_problem(job, member) for member in job.members)
-    return [torch.linalg.vector_norm(problem.residual) for problem in problems]
 
 
 def _problem(job: LocalJob, member: Member) -> LocalProblem:
@@ -123,7 +134,7 @@ def _follow(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, T
     assert isinstance(own, SecondMoment)
     r = problem.residual
     norm = torch.linalg.vector_norm(r)
-    if sharded.is_sharded(norm):
+    if hasattr(norm, "full_tensor"):  # sharded
         norm = norm.full_tensor()
     sigma, level = (member.state[state_key(name, job.slot)] for name in ("sigma", "level"))
     rms = (norm / max(1, r.numel()) ** 0.5).to(level.device, level.dtype)
@@ -131,16 +142,14 @@ def _follow(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, T
     return {"sigma": sigma.clamp(min=TINY), "level": level}
 
 
-def _own_state(job: LocalJob, member: Member, dtype: torch.dtype) -> State:
-    """The preconditioner's state of this batch, by the names it was initialised with."""
-    suffix = state_key("", job.slot)
-    own = {}
-    for key, value in member.state.items():
-        name = key.removesuffix(suffix)
-        if name != key and name not in ("dual", "step", "sigma", "level"):
+def _preconditioner_state(job: LocalJob, member: Member, dtype: torch.dtype) -> State:
+    """Return the preconditioner's state of this batch, by the names it was initialised with."""
+    state = {}
+    for name, value in of_slot(member.state, job.slot).items():
+        if name not in ("dual", "step", "sigma", "level"):
             value = real(value)
-            own[name] = value.to(dtype) if value.is_floating_point() else value
-    return own
+            state[name] = value.to(dtype) if value.is_floating_point() else value
+    return state
 
 
 def _check_solution(
@@ -149,7 +158,7 @@ def _check_solution(
     states: list[State],
     solved: list[tuple[Tensor, dict[str, Tensor]]],
 ) -> None:
-    """A solution of the wrong shape would be broadcast into the weights without a word."""
+    """Raise ValueError for a solution of the wrong shape, which would be broadcast in silence."""
     name = type(preconditioner).__name__
     for problem, state, (d, new_state) in zip(problems, states, solved, strict=True):
         if d.shape != problem.residual.shape:
@@ -208,7 +217,7 @@ def _count(state: MutableMapping[str, Any], key: str, keep: Tensor | None) -> No
 
 
 def _counter(state: MutableMapping[str, Any], key: str, keep: Tensor | None) -> Tensor:
-    """A counter; where `keep` decides about it, it lives there, for good.
+    """Return a counter; where `keep` decides about it, it moves there, for good.
 
     Already when it is read: a run that was loaded must not compute with another precision.
     """

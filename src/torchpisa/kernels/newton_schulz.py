@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchpisa.algorithms.nsisa import COEFFICIENTS
 from torchpisa.kernels.optional import without_triton
+from torchpisa.torch_private import cpu_multiplies_bfloat16
 
 __all__ = ["CHUNK_BYTES", "Chunk", "chunks", "fast_dtype", "iterate", "orthogonalize", "workspace"]
 
@@ -96,11 +97,8 @@ def fast_dtype(params: Sequence[Tensor]) -> torch.dtype | None:
 
 @cache
 def _cpu_has_bfloat16() -> bool:
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of no public interface
-    asked = [getattr(torch.cpu, name, None) for name in names]
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return any(ask() for ask in asked if ask is not None)
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and cpu_multiplies_bfloat16()
 
 
 def workspace(chunks: Sequence[Chunk], like: Tensor) -> Callable[[Chunk], Buffers]:

@@ -18,18 +18,28 @@ __all__ = [
     "check_following",
     "check_gamma",
     "check_group",
+    "check_penalties",
     "check_rho",
     "check_shared",
     "check_sigma",
+    "has_peers",
     "in_form",
     "numbers",
+    "of_constructor",
     "per_batch",
     "plain",
+    "put_penalties_in_form",
     "refuse_foreign",
     "reject_unknown",
     "shares",
     "warn_about_absolute_lr",
 ]
+
+# Settings that are floats, also where an integer was given.
+FLOATS = dict.fromkeys(("lr", "gamma", "weight_decay", "consensus_decay", "dual_decay"), 0.0)
+
+# Penalties, of which every batch has one.
+PENALTIES = ("sigma", "rho", "sisa_sigma", "sisa_rho")
 
 # What torch's schedulers and common trainers write into parameter groups.
 FOREIGN_KEYS = frozenset(
@@ -46,6 +56,21 @@ FOREIGN_KEYS = frozenset(
         "base_momentum",
     }
 )
+
+
+def of_constructor(local_variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an optimizer's constructor, parameters apart, from its `locals()`."""
+    others = ("self", "params", "__class__")
+    return {name: value for name, value in local_variables.items() if name not in others}
+
+
+def has_peers(process_group: Any) -> bool:
+    """Return whether a `process_group` has other ranks than this one."""
+    if process_group is None:
+        return False
+    from torchpisa.distributed.process_group import join
+
+    return join(process_group, None) is not None
 
 
 def reject_unknown(given: Mapping[str, Any], legal: Iterable[str], where: str) -> None:
@@ -74,7 +99,7 @@ def in_form(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def plain(value: Any) -> Any:
-    """`value` with numbers of numpy's as Python's own, so that checkpoints load anywhere."""
+    """Return `value` with numbers of numpy's as Python's own, so that checkpoints load anywhere."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list):
@@ -83,7 +108,7 @@ def plain(value: Any) -> Any:
 
 
 def per_batch(name: str, value: Any, batches: int, check: Callable[[str, Any], None]) -> list[Any]:
-    """`value` as one entry per batch: a scalar or a function is repeated, a sequence is checked."""
+    """Return `value` as one entry per batch; a scalar or a function is repeated."""
     if isinstance(value, Tensor) and value.dim() == 1:
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -113,7 +138,7 @@ def numbers(values: Sequence[Any], device: torch.device | None) -> list[Any]:
 
 
 def shares(weights: Sequence[float] | None, batches: int) -> list[float]:
-    """alpha_i, equation (2.1): `weights` (sizes will do) divided by their sum."""
+    """Return alpha_i, equation (2.1): `weights` (sizes will do) divided by their sum."""
     if weights is None:
         return [1 / batches] * batches
     entries = per_batch("weights", list(weights), batches, check_sigma)
@@ -168,11 +193,25 @@ def refuse_foreign(given: Mapping[str, Any], optimizer: str) -> None:
             )
 
 
+def check_penalties(group: Mapping[str, Any], sigma: str, rho: str) -> None:
+    """Check sigma and rho of a group, under these names."""
+    per_batch(sigma, group[sigma], group["batches"], check_sigma)
+    per_batch(rho, group[rho], group["batches"], check_rho)
+
+
+def put_penalties_in_form(group: dict[str, Any]) -> None:
+    """Make penalties one number per batch: floats, or tensors where the parameters are."""
+    params = group["params"]
+    device = params[0].device if params else torch.device("cpu")
+    for name in PENALTIES:
+        if group.get(name) is not None:
+            check = check_sigma if name.endswith("sigma") else check_rho
+            values = per_batch(name, group[name], group["batches"], check)
+            group[name] = numbers(values, device if group["capturable"] else None)
+
+
 def check_following(group: Mapping[str, Any]) -> None:
     """Check a group without sigma, whose sigma follows the gradients."""
-    if "momentum" not in group:
-        raise ValueError("sigma must be a finite number > 0, got None")
-    check_range("momentum", group["momentum"], 0, 1, high_open=True)
     for name, legal in (("rho", None), ("gamma", 1.0), ("initial_consensus", False)):
         if group[name] != legal:
             raise ValueError(
@@ -193,12 +232,12 @@ def warn_about_absolute_lr(defaults: Mapping[str, Any], optimizer: str) -> None:
     warnings.warn(
         f"lr={float(lr):g} is relative here: it multiplies the step that sigma and rho give, and 1 "
         f"is the paper; {remedy}",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
 def check_dtype(name: str, value: Any) -> None:
-    """None, or a floating dtype."""
+    """Raise ValueError unless `value` is None or a real floating dtype."""
     if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise ValueError(f"{name} must be None or a real floating dtype, got {value!r}")
 
@@ -211,16 +250,16 @@ def check_ns_dtype(value: Any) -> None:
 
 
 def check_sigma(name: str, value: Any) -> None:
-    """A finite number above 0, as every weight alpha must be, too."""
+    """Raise ValueError unless `value` is finite and above 0, as a weight alpha must be, too."""
     check_range(name, value, 0, low_open=True, high_open=True)
 
 
 def check_rho(name: str, value: Any) -> None:
-    """A finite number of at least 0."""
+    """Raise ValueError unless `value` is a finite number of at least 0."""
     check_range(name, value, 0, high_open=True)
 
 
 def check_gamma(name: str, value: Any) -> None:
-    """A number in (0, 1], or a rule, whose values are checked when it is called."""
+    """Raise ValueError unless `value` is in (0, 1], or a rule, whose values are checked later."""
     if not callable(value):
         check_range(name, value, 0, 1, low_open=True)

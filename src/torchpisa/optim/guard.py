@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchpisa.kernels import sharded
+from torchpisa.distributed import dtensor
 from torchpisa.kernels.job import real
 
 __all__ = ["DivergenceWarning", "Guard"]
@@ -79,7 +79,7 @@ def _rms(params: Sequence[Tensor]) -> Tensor | None:
     """Return the root mean square of a sample of the weights, on their device."""
     samples = []
     for param in params:
-        flat = real(sharded.local(param.detach())).reshape(-1)
+        flat = real(dtensor.local(param.detach())).reshape(-1)
         if flat.numel():
             samples.append(flat[:: max(1, flat.numel() // _SAMPLE)].float())
     if not samples:

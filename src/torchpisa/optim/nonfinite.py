@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpisa.kernels import foreach, sharded
-from torchpisa.kernels.fused import Plan
+from torchpisa.distributed import dtensor
 from torchpisa.kernels.job import Kernel, Member, real
-from torchpisa.kernels.table import Launch
-from torchpisa.optim.rounds import Group
+from torchpisa.kernels.triton.plan import Plan
+from torchpisa.kernels.triton.table import Launch
+from torchpisa.optim.part import Group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Verdict", "Watch", "verdict"]
+
+# Elements up to which gradients on a CPU are looked at together.
+_SMALL = 2**14
 
 # Where the host would have to wait for what it asks; tests add the CPU.
 DEFERRED_ON = ["cuda"]
@@ -30,7 +33,7 @@ class Verdict(NamedTuple):
         keep: a tensor that says so, where only the device knows.
         search: the kernels are to look while they work, and to leave out single entries.
         problem: what is wrong with it, if that is to be raised.
-        deferred: by group, whether `foreach` is to look while it works; see `Watch.flags`.
+        deferred: by list, whether the kernel is to look while it works; see `Watch.flags`.
     """
 
     present: bool = True
@@ -47,12 +50,12 @@ def verdict(
     found_inf: Tensor | None,
     where: str,
 ) -> Verdict:
-    """Look at the gradients of `members` (per group, all with gradients) before a step.
+    """Look at gradients before a step, and return whether their batch takes part.
 
     Args:
         groups: the parameter groups.
-        members: their parameters.
-        kernels: what steps them.
+        members: parameters, all with gradients, in lists.
+        kernels: what steps each list.
         found_inf: the finding of a GradScaler, if there is one; then nothing is looked at.
         where: batch and iteration, for the message.
     """
@@ -61,39 +64,47 @@ def verdict(
     if not everyone or (found_inf is None and mode == "ignore"):
         return Verdict()
     home = everyone[0].param.device
-    plans = [kernel for kernel in kernels if isinstance(kernel, Plan)]
     # A gradient of which every process holds a part is left out by all of them or by none.
-    over = sharded.groups([member.origin for member in everyone])
+    over = dtensor.groups([member.origin for member in everyone])
+    searching = any(kernel.finds_nonfinite for kernel in kernels)
     deferred = [
         found_inf is None and mode == "raise" and not over and _can_wait(own, kernel)
         for own, kernel in zip(members, kernels, strict=True)
     ]
-    looked_at = zip(members, kernels, deferred, strict=True)
-    rest = _gradients(
-        [own for own, kernel, later in looked_at if not (later or isinstance(kernel, Plan))]
-    )
+    rest = [
+        real(dtensor.local(member.grad))
+        for own, kernel, later in zip(members, kernels, deferred, strict=True)
+        if not (later or kernel.finds_nonfinite)
+        for member in own
+        if member.grad is not None and member.grad.numel()
+    ]
     if found_inf is None and mode == "raise":
         bad = []
         if rest and _any_nonfinite(rest):
             bad = [member.origin for member in everyone if not _is_finite(member.grad)]
         is_bad = bool(bad)
-        if over and not plans:
+        if over and not searching:
             is_bad = bool(_anywhere(torch.tensor(is_bad, device=home), over))
         if not is_bad:
-            return Verdict(search=bool(plans), deferred=deferred)
+            return Verdict(search=searching, deferred=deferred)
         names = named(bad, groups) if bad else "in a shard of another process"
         return Verdict(present=False, problem=f"non-finite gradient in {where}: {names}")
     if found_inf is not None:
         bad_batch = found_inf.reshape(()) > 0
     else:
-        found = [own for plan in plans for own in plan.any_nonfinite()]
+        found = [
+            flag
+            for kernel in kernels
+            if isinstance(kernel, Plan)
+            for flag in kernel.any_nonfinite()
+        ]
         if rest:
             found.append(_any_nonfinite(rest))
         if not found and not over:
             return Verdict()
         bad_batch = torch.zeros((), dtype=torch.bool, device=home)
-        for own in found:
-            bad_batch = bad_batch | own.to(home)
+        for flag in found:
+            bad_batch = bad_batch | flag.to(home)
     if over:
         return Verdict(present=not _anywhere(bad_batch, over))
     if bad_batch.device.type != "cpu" or groups[0]["capturable"]:
@@ -102,23 +113,23 @@ def verdict(
 
 
 def _can_wait(members: Sequence[Member], kernel: Kernel) -> bool:
-    """Whether the host can do without knowing whether gradients are finite until a later step.
+    """Return whether the host need not know until a later step whether gradients are finite.
 
-    That is where asking means to wait for a device, and `foreach` need not be told.
+    That is where asking means to wait for a device, and the kernel need not be told.
     """
-    return kernel is foreach and all(
+    return kernel.takes_flags and all(
         member.param.device.type in DEFERRED_ON and member.param.device == members[0].param.device
         for member in members
     )
 
 
 def _anywhere(found: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
-    """`found`, or the same in another process that holds parts of the same parameters."""
-    return sharded.summed(sharded.local(found).float(), over) > 0
+    """Return `found`, or the same of another process that holds parts of the same parameters."""
+    return dtensor.summed(dtensor.local(found).float(), over) > 0
 
 
 def named(params: Sequence[Tensor], groups: Sequence[Group]) -> str:
-    """Names of parameters, for messages."""
+    """Return names of parameters, for messages."""
     wanted = {id(param) for param in params}
     names = []
     for number, group in enumerate(groups):
@@ -164,7 +175,7 @@ class _Flags:
         return cls(list(params), nonfinite, pinned, of)
 
     def fit(self, members: Sequence[Member]) -> bool:
-        """Whether there are flags for `members`, and on their device."""
+        """Return whether there are flags for `members`, and on their device."""
         return self.nonfinite.device == members[0].param.device and all(
             id(member.origin) in self.of for member in members
         )
@@ -182,21 +193,36 @@ class Watch:
         self._event: torch.cuda.Event | None = None
         self._flags: dict[int, _Flags] = {}
 
+    @property
+    def waits(self) -> bool:
+        """Whether flags are under way."""
+        return self._sent is not None
+
     def flags(
-        self, groups: Sequence[Group], members: Sequence[list[Member]], deferred: Sequence[bool]
+        self,
+        params: Sequence[Sequence[Tensor]],
+        members: Sequence[list[Member]],
+        deferred: Sequence[bool],
     ) -> list[list[Tensor] | None]:
-        """Return, for the groups that are `deferred`, a number on the device for each member.
+        """Return, for the lists that are `deferred`, a number on the device for each member.
 
         Kernels raise them where a gradient is not finite; they stay until they were reported.
+
+        Args:
+            params: all parameters, in lists.
+            members: those of them that a step is taken for.
+            deferred: by list.
         """
-        found: list[list[Tensor] | None] = [None] * len(groups)
-        for number, (group, own) in enumerate(zip(groups, members, strict=True)):
-            if not (any(deferred) and deferred[number] and own):
+        found: list[list[Tensor] | None] = [None] * len(members)
+        if not any(deferred):
+            return found
+        for number, (all_of_it, own) in enumerate(zip(params, members, strict=True)):
+            if not (deferred[number] and own):
                 continue
             device = own[0].param.device
             flags = self._flags.get(number)
             if flags is None or not flags.fit(own):
-                flags = self._flags[number] = _Flags.make(group["params"], device)
+                flags = self._flags[number] = _Flags.make(all_of_it, device)
             found[number] = [flags.of[id(member.origin)] for member in own]
         return found
 
@@ -268,21 +294,16 @@ class Watch:
         )
 
 
-def _gradients(members: Sequence[list[Member]]) -> list[Tensor]:
-    grads = [sharded.local(m.grad) for own in members for m in own if m.grad is not None]
-    return [real(grad) for grad in grads if grad.numel()]
-
-
 def _is_finite(grad: Tensor | None) -> bool:
-    return grad is None or bool(sharded.local(grad).isfinite().all())
+    return grad is None or bool(dtensor.local(grad).isfinite().all())
 
 
 def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
-    """A 0-d bool tensor on the device of the first gradient.
+    """Return a 0-d bool tensor on the device of the first gradient.
 
-    Looks at one number per gradient: on a CPU, where few reductions use all threads, at the
-    extremes; elsewhere at the Euclidean norm, for all of them at once, so that a gradient so large
-    that its square overflows counts as infinite.
+    Looks at one number per gradient: on a CPU at the extremes, of small ones together; elsewhere
+    at the Euclidean norm, for all of them at once, so that a gradient so large that its square
+    overflows counts as infinite.
     """
     home = grads[0].device
     found = torch.zeros((), dtype=torch.bool, device=home)
@@ -291,9 +312,16 @@ def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), alike in by_kind.items():
         if device.type == "cpu":
-            numbers = [extreme for grad in alike for extreme in torch.aminmax(grad)]
+            numbers = [extreme for grad in _joined(alike) for extreme in torch.aminmax(grad)]
         else:
             wide = torch.promote_types(dtype, torch.float32)
             numbers = list(torch._foreach_norm(alike, 2, wide))
         found = found | torch.stack(numbers).isfinite().all().logical_not().to(home)
     return found
+
+
+def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same numbers in fewer tensors: to copy a small one costs less than a call."""
+    small = [grad.reshape(-1) for grad in grads if grad.numel() <= _SMALL]
+    large = [grad for grad in grads if grad.numel() > _SMALL]
+    return [*large, torch.cat(small)] if small else large

@@ -1,8 +1,8 @@
 """NSISA, Algorithm 3."""
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,20 +12,35 @@ from torchpisa.algorithms.sisa import Scheme
 from torchpisa.checks import check_choice, check_range
 from torchpisa.kernels import newton_schulz
 from torchpisa.optim import arguments
-from torchpisa.optim.base import ConsensusOptimizer
-from torchpisa.optim.common import Common
 from torchpisa.optim.param_groups import is_matrix
-from torchpisa.optim.rounds import Group
-from torchpisa.optim.sisa import fill_in
-from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment
+from torchpisa.optim.part import Group, Part, Rule
+from torchpisa.optim.pisa import PISA
+from torchpisa.optim.sisa import SISA, fill_in
+from torchpisa.penalty import Gamma
+from torchpisa.preconditioners import NewtonSchulz
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["NSISA"]
 
 
-class NSISA(ConsensusOptimizer):
+def _newton_schulz(group: Group, params: Sequence[Tensor]) -> NewtonSchulz:
+    dtype = group["ns_dtype"]
+    if isinstance(dtype, str):
+        dtype = newton_schulz.fast_dtype(params)
+    return NewtonSchulz(
+        group["momentum"],
+        group["nesterov"],
+        group["ns_steps"],
+        group["perturbation"],
+        group["aspect_scaling"],
+        dtype,
+    )
+
+
+class NSISA(PISA):
     r"""Newton-Schulz-based Inexact Stochastic ADMM (Algorithm 3).
 
     \[
@@ -39,10 +54,9 @@ class NSISA(ConsensusOptimizer):
     \]
 
     That is for matrices, convolutions (flattened to two dimensions) among them. Everything else
-    takes SISA's rule in the same consensus. Each parameter group is split into these two kinds, the
-    matrices first; to decide yourself, give groups `matrix=True` or `False`, or let
-    `torchpisa.optim.param_groups.split(model)` keep embeddings and the output layer from being
-    orthogonalised.
+    takes SISA's rule in the same consensus. To decide yourself which matrices are orthogonalised,
+    give groups `matrix=True` or `False`, or let `torchpisa.optim.param_groups.split(model)` keep
+    embeddings and the output layer from it.
 
     With batches that differ, NSISA as printed settles where \(\sum_i \alpha_i o_i = 0\), which is
     not a stationary point of the loss. Use SISA or MISA for uneven data.
@@ -73,8 +87,51 @@ class NSISA(ConsensusOptimizer):
         beta: see `SISA`.
         eta: see `SISA`.
         eps: see `SISA`.
-        **common: see `torchpisa.optim.Common`.
+        gamma: see `PISA`, as for all arguments below; of sigma that follows gradients, none.
+        batches: see `PISA`.
+        weights: see `PISA`.
+        weight_decay: see `PISA`.
+        consensus_decay: see `PISA`.
+        clip: see `PISA`; of what is not a matrix.
+        dual_decay: see `PISA`.
+        initial_consensus: see `PISA`.
+        nonfinite: see `PISA`.
+        maximize: see `PISA`.
+        foreach: see `PISA`.
+        fused: see `PISA`; of matrices, and of the rest with `sisa_sigma`.
+        stochastic_rounding: see `PISA`.
+        capturable: see `PISA`.
+        state_dtype: see `PISA`.
+        process_group: see `PISA`.
+        reduce_dtype: see `PISA`.
+
+    Examples:
+        >>> import torch, torchpisa
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(4, 4)
+        >>> opt = torchpisa.NSISA(model.parameters())
+        >>> x = torch.randn(64, 4)
+        >>> for step in range(201):
+        ...     loss = (model(x) - x.flip(1)).square().mean()
+        ...     if step % 100 == 0:
+        ...         print(f"{loss.item():.2f}")
+        ...     opt.zero_grad()
+        ...     loss.backward()
+        ...     opt.step()
+        1.44
+        0.00
+        0.00
     """
+
+    _rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("momentum", "nesterov", "ns_steps", "perturbation", "aspect_scaling", "ns_dtype"),
+            _newton_schulz,
+        ),
+        SISA._rules[0]._replace(
+            sigma="sisa_sigma", rho="sisa_rho", momentum="sisa_momentum", lr="sisa_lr"
+        ),
+    )
 
     def __init__(
         self,
@@ -97,105 +154,94 @@ class NSISA(ConsensusOptimizer):
         beta: float = 0.99,
         eta: float = math.inf,
         eps: float = 0.0,
-        **common: "Unpack[Common]",
+        gamma: Gamma | Sequence[Gamma] = 1.0,
+        batches: int = 1,
+        weights: Sequence[float] | None = None,
+        weight_decay: float = 0.0,
+        consensus_decay: float = 0.0,
+        clip: float | None = None,
+        dual_decay: float = 1.0,
+        initial_consensus: bool = False,
+        nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+        process_group: "ProcessGroup | DeviceMesh | None" = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        settings = arguments.of_constructor(locals())
+        settings["matrix"] = None
         if sisa_sigma is not None or sisa_rho is not None:
-            sisa_sigma, sisa_rho = fill_in(sisa_sigma, sisa_rho, common)
-        own = {
-            "matrix": True,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-            "perturbation": perturbation,
-            "aspect_scaling": aspect_scaling,
-            "sisa_lr": sisa_lr,
-            "sisa_momentum": sisa_momentum,
-            "sisa_sigma": sisa_sigma,
-            "sisa_rho": sisa_rho,
-            "scheme": scheme,
-            "beta": beta,
-            "eta": eta,
-            "eps": eps,
-        }
-        super().__init__(params, sigma, rho, lr, own, **common)
+            several = batches != 1 or arguments.has_peers(process_group)
+            settings["sisa_sigma"], settings["sisa_rho"] = fill_in(sisa_sigma, sisa_rho, several)
+        self._start(params, settings)
 
-    def preconditioner(self, group: Group) -> Preconditioner:
-        if not group["matrix"]:
-            return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
-        dtype = group["ns_dtype"]
-        if isinstance(dtype, str):
-            dtype = newton_schulz.fast_dtype(group["params"])
-        return NewtonSchulz(
-            group["momentum"],
-            group["nesterov"],
-            group["ns_steps"],
-            group["perturbation"],
-            group["aspect_scaling"],
-            dtype,
-        )
+    def _parts_of(self, number: int, group: Group) -> list[Part]:
+        orthogonalizes = group["matrix"] is not False
+        kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for param in group["params"]:
+            kinds[0 if orthogonalizes and is_matrix(param) else 1].append(param)
+        pairs = zip(kinds, self._rules, strict=True)
+        return [Part(number, group, params, rule) for params, rule in pairs if params]
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group: as one of matrices and one of the rest, unless it says which."""
-        params = param_group["params"]
-        if isinstance(params, set):  # torch refuses sets, with the reason
-            super().add_param_group(param_group)
-        entries = [params] if isinstance(params, Tensor) else list(params)
-        kinds: dict[bool, list[object]] = {True: [], False: []}
-        for entry in entries:
-            kinds[is_matrix(_tensor(entry))].append(entry)
-        if "matrix" in param_group or not entries:
-            kinds = {param_group.get("matrix", True): entries}
-        before = len(self.param_groups)
-        try:
-            for matrix, of_kind in kinds.items():
-                if of_kind or not entries:
-                    self._add({**param_group, "params": of_kind, "matrix": matrix})
-        except Exception:
-            self._take_back(before)
-            raise
-
-    def _add(self, group: Group) -> None:
-        if not group["matrix"]:
-            # The group's sigma and rho are for matrices.
-            for name in ("sigma", "rho"):
-                group[name] = group.get(f"sisa_{name}", self.defaults[f"sisa_{name}"])
-            if group["sigma"] is None:
-                # Nothing of sigma is left to be divided, or to begin with.
-                group.update(gamma=1.0, initial_consensus=False)
-            lr = group.get("lr", self.defaults["lr"])
-            if isinstance(lr, Tensor):
-                # One of its own: a scheduler that changes the other's in place would do it twice.
-                group["lr"] = lr.clone()
-        super().add_param_group(group)
-
-    def _take_back(self, number: int) -> None:
-        """Remove the groups from `number` on, with all that they have brought."""
-        gone = {id(param) for group in self.param_groups[number:] for param in group["params"]}
-        del self.param_groups[number:]
-        for param in [param for param in self.state if id(param) in gone]:
-            del self.state[param]
-        self._params = [param for param in self._params if id(param) not in gone]
-
-    def _check_own(self, group: Group) -> None:
-        check_choice("matrix", group["matrix"], (True, False))
+    def _check_rules(self, group: Group) -> None:
+        check_choice("matrix", group["matrix"], (None, True, False))
         arguments.check_ns_dtype(group["ns_dtype"])
-        for matrix in (True, False):  # a group may be split, so both rules must hold
-            self.preconditioner({**group, "params": [], "matrix": matrix})
+        for rule in self._rules:
+            rule.build(group, ())
+        arguments.check_penalties(group, "sigma", "rho")
+        if group["sisa_sigma"] is not None:
+            arguments.check_penalties(group, "sisa_sigma", "sisa_rho")
+        elif group["sisa_rho"] is not None:
+            raise ValueError(f"sisa_rho must be None without sisa_sigma, got {group['sisa_rho']!r}")
         check_range("sisa_lr", group["sisa_lr"], 0, high_open=True)
         check_range("sisa_momentum", group["sisa_momentum"], 0, 1, high_open=True)
-        for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
-            if group[f"sisa_{name}"] is not None:
-                arguments.per_batch(f"sisa_{name}", group[f"sisa_{name}"], group["batches"], check)
-        if group["matrix"]:
-            for param in map(_tensor, group.get("params", [])):
-                if isinstance(param, Tensor) and not is_matrix(param):
-                    raise ValueError(
-                        "matrix must be False for parameters that are not real matrices, "
-                        f"got {group['matrix']!r} for one of shape {tuple(param.shape)}"
-                    )
+        for entry in group.get("params", ()) if group["matrix"] else ():
+            param = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(param, Tensor) and not is_matrix(param):
+                raise ValueError(
+                    "matrix must be None or False for parameters that are not real matrices, "
+                    f"got True for one of shape {tuple(param.shape)}"
+                )
+
+    def _check_fused(self, group: Group) -> None:
+        # The rest of a group whose sigma follows gradients is small, and steps as it can.
+        if group["fused"] and group["sisa_sigma"] is None:
+            group = {**group, "params": [p for p in group["params"] if is_matrix(p)]}
+            if group["matrix"] is False:
+                group["params"] = []
+        super()._check_fused(group)
+
+    def converted(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put together the groups of a state_dict from before 0.2, which split each in two."""
+        saved = list(state_dict["param_groups"])
+        if len(saved) <= len(self.param_groups) or not all(map(_was_split, saved)):
+            return state_dict
+        groups = []
+        for own in self.param_groups:
+            kinds = [is_matrix(param) and own["matrix"] is not False for param in own["params"]]
+            merged = saved.pop(0)
+            numbers = {merged["matrix"]: list(merged["params"])}
+            if len(set(kinds)) == 2 and saved:
+                rest = saved.pop(0)
+                numbers[rest["matrix"]] = list(rest["params"])
+                merged = {**merged, "sisa_sigma": rest["sigma"], "sisa_rho": rest["rho"]}
+            elif not merged["matrix"]:
+                penalties = {"sisa_sigma": merged["sigma"], "sisa_rho": merged["rho"]}
+                merged = {**merged, **penalties, "sigma": own["sigma"], "rho": own["rho"]}
+            params = [numbers[kind].pop(0) for kind in kinds if numbers.get(kind)]
+            groups.append({**merged, "matrix": own["matrix"], "params": params})
+        return {**state_dict, "param_groups": groups + saved}
 
 
-def _tensor(entry: object) -> object:
-    """Return the parameter of a plain or a named entry."""
-    return entry[1] if isinstance(entry, tuple) else entry
+def _was_split(saved: Any) -> bool:
+    """Return whether a group of a state_dict has what one from before 0.2 has."""
+    return (
+        isinstance(saved, dict)
+        and isinstance(saved.get("matrix"), bool)
+        and isinstance(saved.get("params"), list)
+        and {"sigma", "rho"} <= saved.keys()
+    )

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.kernels import sharded
-from torchpisa.kernels.job import real, state_key
-from torchpisa.optim import rounds
-from torchpisa.optim.rounds import Group
+from torchpisa.distributed import dtensor
+from torchpisa.kernels.job import real
+from torchpisa.optim.part import Group, Part
 from torchpisa.preconditioners import Preconditioner
+from torchpisa.state_keys import of_slot, split_key, state_key
 
 __all__ = ["Effective", "Memory", "Picture", "Range", "diagonal", "effective", "memory", "picture"]
 
@@ -82,7 +82,7 @@ def memory(state: Mapping[Tensor, Mapping[str, Any]], groups: Sequence[Group]) -
     for own in state.values():
         for key, value in own.items():
             if isinstance(value, Tensor):
-                name = key.partition(".")[0]
+                name, _ = split_key(key)
                 size = value.numel() * value.element_size()
                 by_name[name] = by_name.get(name, 0) + size
     total = sum(by_name.values())
@@ -91,15 +91,13 @@ def memory(state: Mapping[Tensor, Mapping[str, Any]], groups: Sequence[Group]) -
 
 
 @torch.no_grad()
-def effective(
-    group: Group, preconditioner: Preconditioner, state: Mapping[Tensor, Mapping[str, Any]]
-) -> Effective:
-    """See `Effective`."""
-    lr = float(rounds.lr(group))
-    sigmas, rhos = rounds.per_batch(group, "sigma"), rounds.per_batch(group, "rho")
-    follows = rounds.follows(group)
+def effective(part: Part, state: Mapping[Tensor, Mapping[str, Any]]) -> Effective:
+    """Return how the parameters of a part move, from the state of all parameters."""
+    group, preconditioner, follows = part.group, part.preconditioner, part.follows
+    lr = float(part.lr)
+    sigmas, rhos = part.sigmas, part.rhos
     scales: list[tuple[float, Tensor]] = []
-    for param in group["params"]:
+    for param in part.params:
         own = state.get(param, {})
         for slot, (sigma, rho) in enumerate(zip(sigmas, rhos, strict=True)):
             step = own.get(state_key("step", slot))
@@ -117,7 +115,7 @@ def effective(
         elements = sum(len(rq) for _, rq in scales)
         total = sum(s * len(rq) for s, rq in scales) / max(1, elements) or math.nan
     else:
-        total = float(rounds.total(group, "sigma"))
+        total = float(part.total(sigmas))
     step_size = lr * share / total
     if not scales:
         return Effective(step_size, None, None, None)
@@ -133,13 +131,14 @@ def effective(
 
 
 def diagonal(preconditioner: Preconditioner, own: Mapping[str, Any], slot: int) -> Tensor | None:
-    """Diagonal of Q of a batch for the parameter with state `own`, as far as it is held here."""
-    suffix = state_key("", slot)
-    named = {
-        key.removesuffix(suffix): real(sharded.local(value))
-        for key, value in own.items()
-        if key.endswith(suffix)
-    }
+    """Return the diagonal of Q of a batch, as far as it is held here.
+
+    Args:
+        preconditioner: Q.
+        own: all state of a parameter.
+        slot: the batch.
+    """
+    named = {name: real(dtensor.local(value)) for name, value in of_slot(own, slot).items()}
     step = named["step"]
     return preconditioner.diagonal(
         named["dual"], named, step.item() if step.device.type == "cpu" else step
@@ -147,7 +146,7 @@ def diagonal(preconditioner: Preconditioner, own: Mapping[str, Any], slot: int) 
 
 
 def picture(sigma: Tensor, rq: Tensor, lr: Scalar) -> Picture:
-    """The formulas of `Effective`, from sigma and rho q."""
+    """Return the formulas of `Effective`, from sigma and rho q."""
     return Picture(
         first_step=2 * lr / (sigma + rq),
         momentum=rq / (sigma + rq),

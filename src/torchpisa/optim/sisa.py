@@ -1,21 +1,24 @@
 """SISA, Algorithm 2."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms.sisa import Scheme
-from torchpisa.optim import ranks
-from torchpisa.optim.base import ConsensusOptimizer
-from torchpisa.optim.common import Common
-from torchpisa.optim.rounds import Group
+from torchpisa.checks import check_range
+from torchpisa.optim import arguments
+from torchpisa.optim.part import Group, Rule
+from torchpisa.optim.pisa import PISA
+from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import SecondMoment
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LR", "SISA"]
 
@@ -23,7 +26,7 @@ __all__ = ["LR", "SISA"]
 LR = 3e-3
 
 
-class SISA(ConsensusOptimizer):
+class SISA(PISA):
     r"""Second moment-based Inexact Stochastic ADMM (Algorithm 2).
 
     PISA with \(Q_i = \mathrm{Diag}(\sqrt{m_i})\):
@@ -60,7 +63,23 @@ class SISA(ConsensusOptimizer):
             bounds the step after a gradient that comes once in a while three times lower.
         eta: \(\eta_i\), cap of \(\sqrt{m_i}\), equation (4.3).
         eps: added to \(\sqrt{m_i}\); the paper has 0, the published scripts 1e-8.
-        **common: see `torchpisa.optim.Common`.
+        gamma: see `PISA`, as for all arguments below; only with `sigma`.
+        batches: see `PISA`.
+        weights: see `PISA`.
+        weight_decay: see `PISA`.
+        consensus_decay: see `PISA`.
+        clip: see `PISA`.
+        dual_decay: see `PISA`.
+        initial_consensus: see `PISA`; only with `sigma`.
+        nonfinite: see `PISA`.
+        maximize: see `PISA`.
+        foreach: see `PISA`.
+        fused: see `PISA`; only with `sigma`.
+        stochastic_rounding: see `PISA`.
+        capturable: see `PISA`.
+        state_dtype: see `PISA`.
+        process_group: see `PISA`.
+        reduce_dtype: see `PISA`.
 
     Examples:
         >>> import torch, torchpisa
@@ -74,6 +93,15 @@ class SISA(ConsensusOptimizer):
         1.0
     """
 
+    _rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("scheme", "beta", "eta", "eps"),
+            lambda group, _: SecondMoment(
+                group["scheme"], group["beta"], group["eta"], group["eps"]
+            ),
+        ),
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -86,14 +114,31 @@ class SISA(ConsensusOptimizer):
         beta: float = 0.99,
         eta: float = math.inf,
         eps: float = 0.0,
-        **common: "Unpack[Common]",
+        gamma: Gamma | Sequence[Gamma] = 1.0,
+        batches: int = 1,
+        weights: Sequence[float] | None = None,
+        weight_decay: float = 0.0,
+        consensus_decay: float = 0.0,
+        clip: float | None = None,
+        dual_decay: float = 1.0,
+        initial_consensus: bool = False,
+        nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+        process_group: "ProcessGroup | DeviceMesh | None" = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        own = {"momentum": momentum, "scheme": scheme, "beta": beta, "eta": eta, "eps": eps}
+        settings = arguments.of_constructor(locals())
         if sigma is not None or rho is not None:
-            sigma, rho = fill_in(sigma, rho, common)
+            several = batches != 1 or arguments.has_peers(process_group)
+            settings["sigma"], settings["rho"] = fill_in(sigma, rho, several)
         if lr is None:
-            lr = LR if sigma is None else 1.0
-        super().__init__(params, sigma, rho, lr, own, **common)
+            settings["lr"] = LR if settings["sigma"] is None else 1.0
+        self._start(params, settings)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group; it joins the round where that stands.
@@ -104,26 +149,32 @@ class SISA(ConsensusOptimizer):
         group = dict(param_group)
         given = group.get("sigma", self.defaults["sigma"]) is not None
         if given != (self.defaults["sigma"] is not None):
+            several = self.batches != 1 or self.peers is not None
             group.setdefault("lr", 1.0 if given else LR)
-            group.setdefault("rho", fill_in(None, None, self.defaults)[1] if given else None)
+            group.setdefault("rho", fill_in(None, None, several)[1] if given else None)
         super().add_param_group(group)
 
-    def preconditioner(self, group: Group) -> SecondMoment:
-        return SecondMoment(group["scheme"], group["beta"], group["eta"], group["eps"])
+    def _check_rules(self, group: Group) -> None:
+        check_range("momentum", group["momentum"], 0, 1, high_open=True)
+        if group["sigma"] is None:
+            arguments.check_following(group)
+        else:
+            arguments.check_penalties(group, "sigma", "rho")
+        self._rules[0].build(group, ())
 
 
 def fill_in(
-    sigma: float | Sequence[float] | None,
-    rho: float | Sequence[float] | None,
-    common: Mapping[str, Any],
+    sigma: float | Sequence[float] | None, rho: float | Sequence[float] | None, several: bool
 ) -> tuple[float | Sequence[float], float | Sequence[float]]:
     """Return sigma and rho, with a default for the one that is None.
 
-    Duals of batches that differ grow; they need a larger sigma, and less momentum, than one dual on
-    mixed data does.
+    Args:
+        sigma: as given.
+        rho: as given.
+        several: whether a round has several batches. Duals of batches that differ grow; they need
+            a larger sigma, and less momentum, than one dual on mixed data does.
     """
-    alone = common.get("batches", 1) == 1 and ranks.join(common.get("process_group"), None) is None
-    default_sigma, default_rho = (0.5, 1e3) if alone else (2.0, 100.0)
+    default_sigma, default_rho = (2.0, 100.0) if several else (0.5, 1e3)
     return (
         default_sigma if sigma is None else sigma,
         default_rho if rho is None else rho,

@@ -1,49 +1,77 @@
 """A step that fails changes nothing: what it may change is noted, and put back after an error."""
 
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchpisa.kernels.job import Member
-from torchpisa.optim.rounds import PROGRESS, Group
+
+if TYPE_CHECKING:
+    from torchpisa.optim.optimizer import RoundOptimizer
 
 __all__ = ["Undo"]
 
+# Settings that a round changes.
+_PENALTIES = ("sigma", "sisa_sigma")
+
 
 class Undo:
-    """Where parameter groups and some parameters stand before a step.
+    """Put an optimizer back where it stood if the block that this guards raises.
 
     Args:
-        groups: the parameter groups.
-        members: parameters of which copies are to be made, with their state. What torchpisa's own
+        optimizer: its round and penalties are noted.
+        members: parameters of which copies are made, with their state. What torchpisa's own
             kernels compute does not fail half-way, and needs none.
     """
 
-    def __init__(self, groups: Sequence[Group], members: Sequence[Member]) -> None:
-        self._groups = [
-            (group, {name: group[name] for name in (*PROGRESS, "sigma")}) for group in groups
+    def __init__(self, optimizer: "RoundOptimizer", members: Sequence[Member]) -> None:
+        self._optimizer = optimizer
+        self._round = optimizer.round.copy()
+        self._penalties = [
+            (group, name, group[name])
+            for group in optimizer.param_groups
+            for name in _PENALTIES
+            if name in group
         ]
-        self._states = [(member.state, dict(member.state)) for member in members]
+        self._members = members
+        if members:
+            self._copy()
+
+    def _copy(self) -> None:
+        self._states = [(member.state, dict(member.state)) for member in self._members]
         self._weights = [
             (member.param, member.param._version, member.param.detach().clone())
-            for member in members
+            for member in self._members
         ]
-        changing: list[Any] = []
-        if members:
-            changing += [value for _, before in self._states for value in before.values()]
-            for _, before in self._groups:
-                changing += [before["kept"], *_listed(before["sigma"])]
+        changing: list[Any] = [value for _, before in self._states for value in before.values()]
+        for _, _, value in self._penalties:
+            changing += value if isinstance(value, list) else [value]
         self._copies = [
             (tensor, tensor.detach().clone()) for tensor in changing if isinstance(tensor, Tensor)
         ]
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back."""
-        for group, before in self._groups:
-            group.update(before)
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            with torch.no_grad():
+                self._restore()
+
+    def _restore(self) -> None:
+        self._optimizer.round = self._round
+        for group, name, value in self._penalties:
+            group[name] = value
+        if not self._members:
+            return
         for state, held in self._states:
             for name, value in held.items():
                 state[name] = value
@@ -53,7 +81,3 @@ class Undo:
             # Only those that were changed: autograd may still need the others as they are.
             if param._version != version:
                 param.copy_(copy)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchpisa.checks import check_count, check_range
 from torchpisa.optim import NSISA, SISA
 from torchpisa.optim.arguments import Calibrated
-from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.pisa import PISA
 from torchpisa.tuning.untouched import check_data, untouched
 
 __all__ = ["calibrate"]
@@ -28,7 +28,7 @@ def calibrate(
     lr: float = 2e-3,
     momentum: float = 0.75,
     batches: int = 8,
-    optimizer: type[ConsensusOptimizer] = SISA,
+    optimizer: type[PISA] = SISA,
 ) -> dict[str, float]:
     r"""Return sigma and rho of SISA's rule for a model at its start.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchpisa.checks import check_count, check_range
 from torchpisa.optim import MISA, NSISA, SISA
-from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.pisa import PISA
 from torchpisa.tuning.calibration import calibrate
 from torchpisa.tuning.steadiness import Verdict, judge
 from torchpisa.tuning.untouched import check_data, random_state, set_random_state, untouched
@@ -137,7 +137,7 @@ def _run(
     loss: Callable[[nn.Module, Any], Tensor],
     data: Iterable[Any],
     probes: list[Any],
-    opt: ConsensusOptimizer,
+    opt: PISA,
     sigma: float,
     steps: int,
 ) -> Trial:

@@ -10,24 +10,23 @@ from torch import nn
 
 from torchpisa.checks import check_count, check_range
 from torchpisa.diagnostics import Diagnostics
-from torchpisa.optim import rounds
-from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.pisa import PISA
 from torchpisa.tuning.steadiness import judge
 from torchpisa.tuning.untouched import Snapshot
 
 __all__ = ["ResidualBalancing", "Restart"]
 
 
-def _check_sigma_is_given(optimizer: ConsensusOptimizer) -> None:
-    if any(rounds.follows(group) for group in optimizer.param_groups):
+def _check_sigma_is_given(optimizer: PISA) -> None:
+    if any(part.follows for part in optimizer.parts()):
         raise ValueError(
             "optimizer must have been given sigma and rho, but its sigma follows the gradients"
         )
 
 
-def _multiply_sigma(optimizer: ConsensusOptimizer, factor: float) -> None:
-    for group in optimizer.param_groups:
-        group["sigma"] = [factor * sigma for sigma in rounds.per_batch(group, "sigma")]
+def _multiply_sigma(optimizer: PISA, factor: float) -> None:
+    for part in optimizer.parts():
+        part.group[part.rule.sigma] = [factor * sigma for sigma in part.sigmas]
 
 
 class Restart:
@@ -61,7 +60,7 @@ class Restart:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: ConsensusOptimizer,
+        optimizer: PISA,
         *,
         iterations: int = 300,
         factor: float = 2.0,
@@ -141,7 +140,7 @@ class ResidualBalancing:
 
     def __init__(
         self,
-        optimizer: ConsensusOptimizer,
+        optimizer: PISA,
         *,
         every: int = 50,
         ratio: float = 10.0,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.job import LocalJob, Move
-from torchpisa.kernels.table import BLOCK, Launch
+from torchpisa.kernels.triton.table import BLOCK, Launch
 from torchpisa.kernels.triton import elementwise, orthogonal
 from torchpisa.preconditioners import NewtonSchulz, SecondMoment
 

@@ -27,7 +27,7 @@ _STAGE = 2**23
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether `tensor` is a DTensor; those who have none never import what defines them."""
+    """Return whether `tensor` is a DTensor; those who have none never import what defines them."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -36,7 +36,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of `tensor`: itself, unless it is sharded."""
+    """Return what this process holds of `tensor`: itself, unless it is sharded."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -45,7 +45,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def part(member: Member) -> Member:
-    """What this process holds of `member`."""
+    """Return what this process holds of `member`."""
     param, grad, state, _ = member
     if not is_sharded(param):
         return member
@@ -80,7 +80,7 @@ class _State(MutableMapping[str, Any]):
 
 
 def groups(params: Sequence[Tensor]) -> list["ProcessGroup"]:
-    """The process groups, one per dimension of their mesh, over which `params` are spread."""
+    """Return the process groups, one per dimension of the mesh that `params` are spread over."""
     for param in params:
         if is_sharded(param):
             return list(param.device_mesh.get_all_groups())  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def groups_of_columns(whole: Tensor) -> list["ProcessGroup"]:
 
 
 def summed(value: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
-    """`value`, added up over the processes of every group."""
+    """Return `value`, added up over the processes of every group."""
     from torch import distributed
 
     for group in over:
@@ -114,7 +114,7 @@ def solve(
     wholes: Sequence[Tensor],
     solved: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
-    """What a function makes of matrices of which this process holds parts.
+    """Return what a function makes of matrices of which this process holds parts.
 
     Args:
         bs: the parts, of one device and dtype.
@@ -159,7 +159,7 @@ def _like(whole: Tensor, held: Tensor) -> "DTensor":
 
 
 def cut(full: Tensor, whole: Tensor) -> Tensor:
-    """What this process holds of `full` if it is spread like `whole`."""
+    """Return what this process holds of `full` if it is spread like `whole`."""
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(whole, DTensor)

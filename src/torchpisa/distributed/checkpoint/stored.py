@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torchpisa.distributed.contents import Contents, from_bytes, model_key, state_key
-from torchpisa.kernels import sharded
+from torchpisa.distributed import dtensor
+from torchpisa.distributed.checkpoint.contents import Contents, from_bytes
+from torchpisa.state_keys import model_key, node_key, split_key
 
-__all__ = ["MARK", "METADATA", "File", "Folder", "Kind", "Stored", "opened"]
+__all__ = ["MARK", "METADATA", "File", "Folder", "Stored", "TensorKind", "opened"]
 
 # The entry by which a checkpoint is known.
 MARK = "torchpisa"
@@ -20,7 +21,7 @@ METADATA = ".metadata"
 _LEGAL = "a folder of torchpisa.distributed.save or a file of torchpisa.distributed.export"
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """What a stored tensor is like."""
 
     shape: torch.Size
@@ -40,14 +41,14 @@ class Stored(Protocol):
     contents: Contents
     objects: dict[str, Any]
     extra: dict[str, Any]
-    kinds: dict[str, Kind]
+    kinds: dict[str, TensorKind]
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill tensors, and of sharded ones the parts that this process holds."""
 
 
 def opened(path: Path) -> Stored:
-    """The checkpoint at `path`; ValueError if there is none, or not all of it."""
+    """Return the checkpoint at `path`; raise ValueError if there is none, or not all of it."""
     if path.is_file():
         return File(path)
     if path.is_dir():
@@ -83,7 +84,7 @@ class Folder:
         self._reader = FileSystemReader(path)
         self._metadata = metadata = self._reader.read_metadata()
         self.kinds = {
-            key: Kind(entry.size, entry.properties.dtype)
+            key: TensorKind(entry.size, entry.properties.dtype)
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -104,7 +105,7 @@ class Folder:
         self.objects, self.extra = held["objects"], held["extra"]
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """See `Stored`."""
+        """Fill tensors, see `Stored`."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
         # The parts of torch's `load`, without the other processes: each reads what it needs, when
@@ -140,15 +141,15 @@ class File:
         for number, state in held["optimizer"]["state"].items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    kind, _, node = ("pending.0" if key == "pending" else key).rpartition(".")
-                    self._tensors[state_key(names[number], kind, int(node))] = value
-        self.kinds = {key: Kind(own.shape, own.dtype) for key, own in self._tensors.items()}
+                    kind, node = split_key(key)
+                    self._tensors[node_key(names[number], kind, node or 0)] = value
+        self.kinds = {key: TensorKind(own.shape, own.dtype) for key, own in self._tensors.items()}
 
     @torch.no_grad()
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """See `Stored`."""
+        """Fill tensors, see `Stored`."""
         for key, tensor in into.items():
             stored = self._tensors[key]
-            if sharded.is_sharded(tensor):
-                stored = sharded.cut(stored, tensor)
-            sharded.local(tensor).copy_(stored)
+            if dtensor.is_sharded(tensor):
+                stored = dtensor.cut(stored, tensor)
+            dtensor.local(tensor).copy_(stored)

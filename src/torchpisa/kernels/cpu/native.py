@@ -1,7 +1,7 @@
 """The local step on a CPU in one pass over memory, by `native.c` and the C compiler at hand.
 
-It is compiled once in a process that needs it, in a fraction of a second, for the processor that
-runs it, and leaves no file behind. Where there is no compiler, `blocked` is the next best.
+Only for those who ask for it by `fused=True`: it is compiled when the first such optimizer of a
+process is made, in a fraction of a second, for the processor that runs it, and leaves no file.
 """
 
 import ctypes
@@ -16,22 +16,22 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpisa.kernels import foreach
-from torchpisa.kernels.foreach import consensus, residual_norm
-from torchpisa.kernels.job import LocalJob, Member, mark_changed, state_key
+from torchpisa.kernels.foreach import FOREACH
+from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, mark_changed
 from torchpisa.preconditioners import Identity, Preconditioner, SecondMoment
+from torchpisa.state_keys import slot_keys
 
-__all__ = ["consensus", "local_step", "obstacle", "residual_norm", "supports", "worthwhile"]
+__all__ = ["NATIVE", "Native", "obstacle"]
 
-# Below this many elements a step is over before it would pay to compile, or to wake threads.
-LEAST = 2**20
+# Elements below which a step is over before it would pay to wake threads.
+_LEAST_FOR_THREADS = 2**20
 
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC")
 
 
 # Row in native.c: five addresses, the size, the correction, and whether the sum is fresh.
@@ -61,7 +61,7 @@ class _Numbers(ctypes.Structure):
 
 
 def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner) -> str | None:
-    """Why parameters cannot be stepped here; None if they can."""
+    """Return why parameters cannot be stepped here, None if they can; compiles on first use."""
     if type(preconditioner) not in (SecondMoment, Identity):
         return f"on a CPU there is no fused kernel for {type(preconditioner).__name__}"
     for param in params:
@@ -74,44 +74,54 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner) -> str | 
     return None
 
 
-def worthwhile(params: Sequence[Tensor]) -> bool:
-    """Whether so many parameters are worth a compilation."""
-    return sum(param.numel() for param in params) >= LEAST
+class Native:
+    """SISA's rule and Identity in float32, by compiled code; see `Kernel`."""
+
+    finds_nonfinite: ClassVar[bool] = False
+    takes_flags: ClassVar[bool] = False
+    slower: ClassVar[Kernel | None] = FOREACH
+
+    def supports(self, job: LocalJob) -> bool:
+        """Return whether all numbers of a job for which there is no `obstacle` are known here."""
+        numbers = (job.sigma, job.rho)
+        return job.keep is None and not any(isinstance(number, Tensor) for number in numbers)
+
+    @torch.no_grad()
+    def local_step(self, job: LocalJob) -> None:
+        """Take the local step; `foreach` takes what has no gradient, or one with gaps."""
+        names = _Names.of(job)
+        fitting: list[Member] = []
+        rest: list[Member] = []
+        for member in job.members:
+            (fitting if _fits(member, names) else rest).append(member)
+        if rest:
+            FOREACH.local_step(replace(job, members=rest))
+        if not fitting:
+            return
+        torch._foreach_add_([member.state[names.step] for member in fitting], 1)
+        rows = struct.pack(_ROW * len(fitting), *_rows(job, fitting, names))
+        numbers = _numbers(job)
+        step = _library()
+        assert step is not None
+        elements = sum(member.param.numel() for member in fitting)
+        threads = torch.get_num_threads() if elements >= _LEAST_FOR_THREADS else 1
+        step(rows, len(fitting), ctypes.byref(numbers), threads)
+        if job.move is not None:
+            mark_changed(member.param for member in fitting)
+        else:
+            for member in fitting:
+                member.state["arrived"] |= 1 << job.slot
+
+    def residual_norm(self, job: LocalJob) -> list[Tensor]:
+        """Return norms of r, by `foreach`."""
+        return FOREACH.residual_norm(job)
+
+    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+        """Take the consensus, by `foreach`."""
+        FOREACH.consensus(members, move, keep)
 
 
-def supports(job: LocalJob) -> bool:
-    """Whether `local_step` takes this job, for which there is no `obstacle`."""
-    return (
-        job.keep is None and not isinstance(job.sigma, Tensor) and not isinstance(job.rho, Tensor)
-    )
-
-
-@torch.no_grad()
-def local_step(job: LocalJob) -> None:
-    """See `Kernel`. What has no gradient, or one with gaps, is left to `foreach`."""
-    names = _Names.of(job)
-    fitting: list[Member] = []
-    rest: list[Member] = []
-    for member in job.members:
-        (fitting if _fits(member, names) else rest).append(member)
-    if rest:
-        foreach.local_step(replace(job, members=rest))
-    if not fitting:
-        return
-    torch._foreach_add_([member.state[names.step] for member in fitting], 1)
-    rows = struct.pack(_ROW * len(fitting), *_rows(job, fitting, names))
-    numbers = _numbers(job)
-    step = _library()
-    assert step is not None
-    threads = 1
-    if worthwhile([member.param for member in fitting]):
-        threads = torch.get_num_threads()
-
-    step(rows, len(fitting), ctypes.byref(numbers), threads)
-    if job.move is not None:
-        mark_changed(member.param for member in fitting)
-    for member in fitting:
-        member.state["arrived"] |= 1 << job.slot
+NATIVE = Native()
 
 
 class _Names(NamedTuple):
@@ -124,13 +134,9 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, job: LocalJob) -> "_Names":
-        averages = isinstance(job.preconditioner, SecondMoment)
-        return cls(
-            state_key("dual", job.slot),
-            state_key("step", job.slot),
-            state_key("moment", job.slot) if averages else None,
-            "pending" if job.move is None else None,
-        )
+        keys = slot_keys(job.slot)
+        moment = keys.moment if isinstance(job.preconditioner, SecondMoment) else None
+        return cls(keys.dual, keys.step, moment, "pending" if job.move is None else None)
 
 
 def _fits(member: Member, names: _Names) -> bool:
@@ -152,7 +158,7 @@ def _fits(member: Member, names: _Names) -> bool:
 
 
 def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[float]:
-    """The fields of all rows, one after the other: few objects, since this is Python's share."""
+    """Yield the fields of all rows, one by one: few objects, since this is Python's share."""
     dual, step, moment, pending = names
     own = job.preconditioner
     beta = own.beta if isinstance(own, SecondMoment) and own.scheme == "adam" else None
@@ -194,25 +200,25 @@ def _numbers(job: LocalJob) -> _Numbers:
 
 @cache
 def _library() -> Callable[..., None] | None:
-    """The compiled function, or None if there is no compiler or it fails."""
+    """Return the compiled function, or None if there is no compiler or it fails."""
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
     except ValueError:  # a quotation mark too few
         return None
     if not compiler or shutil.which(compiler[0]) is None:
         return None
-    # torch's own OpenMP, if it brought one: two of them would compete for the processor.
-    brought = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-    openmp = brought[0] if brought else "-fopenmp"
+    # With torch's own OpenMP or none: two of them would compete for the processor, or crash.
+    openmp = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]
+    flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
     with (
         tempfile.TemporaryDirectory(prefix="torchpisa_") as folder,
-        resources.as_file(resources.files("torchpisa.kernels") / "native.c") as source,
+        resources.as_file(resources.files("torchpisa.kernels.cpu") / "native.c") as source,
     ):
         compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
         try:
             for arguments in (
-                [*_FLAGS, "-c", source, "-o", compiled],
-                ["-shared", compiled, "-o", linked, openmp, "-lm"],
+                [*flags, "-c", source, "-o", compiled],
+                ["-shared", compiled, "-o", linked, *openmp, "-lm"],
             ):
                 command = [*compiler, *map(str, arguments)]
                 subprocess.run(command, check=True, capture_output=True, timeout=60)

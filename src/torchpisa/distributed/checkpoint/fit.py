@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchpisa.distributed import contents
-from torchpisa.distributed.contents import Contents, model_key, state_key
-from torchpisa.distributed.remap import Named, rank_of
-from torchpisa.distributed.stored import Stored
-from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.distributed.checkpoint import contents
+from torchpisa.distributed.checkpoint.contents import Contents
+from torchpisa.distributed.checkpoint.remap import Named, rank_of
+from torchpisa.distributed.checkpoint.stored import Stored
+from torchpisa.optim.pisa import PISA
+from torchpisa.state_keys import model_key, node_key, of_slot, state_key
 
 __all__ = ["check_model", "check_optimizer", "named", "own_contents", "own_state"]
 
@@ -18,11 +19,11 @@ __all__ = ["check_model", "check_optimizer", "named", "own_contents", "own_state
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
-def named(model: nn.Module, optimizer: ConsensusOptimizer) -> list[Named]:
-    """The optimizer's parameters, by group, with the names that the model gives them."""
+def named(model: nn.Module, optimizer: PISA) -> list[Named]:
+    """Return the optimizer's parameters, by group, with the names that the model gives them."""
     from torch.nn.parallel import DistributedDataParallel
 
-    if optimizer._exchange is not None and optimizer._exchange.begun:
+    if optimizer.peers is not None and optimizer.peers.begun:
         raise ValueError(
             "optimizer must not be between backward() and step(): what the backward pass has found "
             "is on its way to the other ranks"
@@ -44,21 +45,21 @@ def named(model: nn.Module, optimizer: ConsensusOptimizer) -> list[Named]:
     return found
 
 
-def own_contents(params: Sequence[Named], optimizer: ConsensusOptimizer) -> Contents:
-    """What this rank's part of a checkpoint says."""
+def own_contents(params: Sequence[Named], optimizer: PISA) -> Contents:
+    """Return what this rank's part of a checkpoint says."""
     state: dict[str, list[str]] = {}
     steps: dict[str, list[float]] = {}
     arrived: dict[str, list[int]] = {}
     for name, param in (entry for own in params for entry in own):
-        held = optimizer._state_of(param)
-        if held is not None:
-            state[name] = [key.removesuffix(".0") for key in held if _is_of_node(key, 0)]
-            steps[name] = [held[f"step.{slot}"].item() for slot in range(optimizer.batches)]
+        if optimizer.has_state(param):
+            held, slots = optimizer.state[param], range(optimizer.batches)
+            state[name] = [kind for kind in of_slot(held, 0) if kind != "step"]
+            steps[name] = [held[state_key("step", slot)].item() for slot in slots]
             arrived[name] = [held["arrived"]]
     return Contents(
         optimizer=type(optimizer).__name__,
         batches=optimizer.batches,
-        groups=[[contents.pack(group) for group in optimizer.param_groups]],
+        groups=[[contents.pack(group, optimizer.round) for group in optimizer.param_groups]],
         names=[[name for name, _ in own] for own in params],
         state=state,
         steps=steps,
@@ -66,24 +67,19 @@ def own_contents(params: Sequence[Named], optimizer: ConsensusOptimizer) -> Cont
     )
 
 
-def own_state(params: Sequence[Named], optimizer: ConsensusOptimizer) -> dict[str, Tensor]:
-    """The tensors of this rank's nodes; what is pending only where there is something."""
+def own_state(params: Sequence[Named], optimizer: PISA) -> dict[str, Tensor]:
+    """Return the tensors of this rank's nodes, and what is pending where there is something."""
     rank, batches = rank_of(optimizer), optimizer.batches
     tensors = {}
     for name, param in (entry for own in params for entry in own):
-        held = optimizer._state_of(param) or {}
+        held = optimizer.state[param] if optimizer.has_state(param) else {}
         for slot in range(batches):
-            for key in filter(lambda key: _is_of_node(key, slot), held):
-                kind = key.removesuffix(f".{slot}")
-                tensors[state_key(name, kind, rank * batches + slot)] = held[key]
+            for kind, value in of_slot(held, slot).items():
+                if kind != "step":
+                    tensors[node_key(name, kind, rank * batches + slot)] = value
         if held.get("arrived"):
-            tensors[state_key(name, "pending", rank)] = held["pending"]
+            tensors[node_key(name, "pending", rank)] = held["pending"]
     return tensors
-
-
-def _is_of_node(key: str, slot: int) -> bool:
-    """Whether an entry of a state is a large tensor of the node in this slot."""
-    return key.endswith(f".{slot}") and not key.startswith("step.")
 
 
 def check_model(source: Stored, entries: Mapping[str, Any]) -> None:
@@ -106,7 +102,7 @@ def check_model(source: Stored, entries: Mapping[str, Any]) -> None:
             _check_shape("model", name, entry, source, model_key(name))
 
 
-def check_optimizer(source: Stored, params: Sequence[Named], optimizer: ConsensusOptimizer) -> None:
+def check_optimizer(source: Stored, params: Sequence[Named], optimizer: PISA) -> None:
     """Raise ValueError unless the optimizer has class, groups and state of the checkpoint's."""
     saved = source.contents
     if type(optimizer).__name__ != saved.optimizer:
@@ -115,9 +111,15 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: Consensu
             f"{type(optimizer).__name__}"
         )
     if len(params) != len(saved.names):
+        advice = ""
+        if saved.optimizer == "NSISA" and len(params) < len(saved.names):
+            advice = (
+                "; versions before 0.2 split every group into matrices and the rest: give NSISA "
+                "these groups, with matrix=True and matrix=False"
+            )
         raise ValueError(
             f"optimizer must have {len(saved.names)} parameter groups, as the one that was saved, "
-            f"got {len(params)}"
+            f"got {len(params)}{advice}"
         )
     for number, (own, names) in enumerate(zip(params, saved.names, strict=True)):
         if differing := sorted({name for name, _ in own} ^ set(names)):
@@ -126,21 +128,21 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: Consensu
                 f"got one that differs in {', '.join(differing)}"
             )
         for name, param in own:
-            held = optimizer._state_of(param)
             if name not in saved.state:
                 continue
-            if held is None:
-                _check_shape("dual of", name, param, source, state_key(name, "dual", 0))
+            if not optimizer.has_state(param):
+                _check_shape("dual of", name, param, source, node_key(name, "dual", 0))
                 continue
-            kinds = {key.removesuffix(".0") for key in held if _is_of_node(key, 0)}
+            held = of_slot(optimizer.state[param], 0)
+            kinds = held.keys() - {"step"}
             if kinds != set(saved.state[name]):
                 raise ValueError(
                     f"optimizer must have {', '.join(sorted(saved.state[name]))} for {name}, which "
                     f"was saved, got {', '.join(sorted(kinds))}"
                 )
             for kind in kinds:
-                key = state_key(name, kind, 0)
-                _check_shape(f"{kind} of", name, held[f"{kind}.0"], source, key)
+                key = node_key(name, kind, 0)
+                _check_shape(f"{kind} of", name, held[kind], source, key)
 
 
 def _check_shape(what: str, name: str, own: Tensor, source: Stored, key: str) -> None:

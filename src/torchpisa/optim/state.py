@@ -8,19 +8,21 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from torchpisa.kernels.job import state_key
 from torchpisa.optim import arguments
-from torchpisa.optim.common import SHARED
-from torchpisa.optim.rounds import Group
+from torchpisa.optim.part import Group
+from torchpisa.optim.round import PROGRESS, Round
 from torchpisa.preconditioners import Preconditioner
+from torchpisa.state_keys import split_key, state_key
 
-__all__ = ["Loaded", "load", "packed", "unpacked"]
+if TYPE_CHECKING:
+    from torchpisa.optim.optimizer import RoundOptimizer
+
+__all__ = ["Loaded", "packed", "unpacked"]
 
 # Kinds of numbers that state may be kept in; others would be loaded and then fail in a step.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -30,18 +32,20 @@ State = dict[str, Any]
 
 
 class Loaded(NamedTuple):
-    """What takes the place of an optimizer's groups and state."""
+    """What takes the place of an optimizer's groups, state and round."""
 
-    groups: list[Group]
+    param_groups: list[Group]
     state: defaultdict[Tensor, State]
+    round: Round
 
 
-def packed(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return `state_dict` without rules for gamma and preconditioners: they are code, not state."""
+def packed(state_dict: dict[str, Any], round: Round) -> dict[str, Any]:
+    """Return a state_dict with the round, and without what is code: rules, preconditioners."""
+    progress = round.packed()
     groups = [
         {
             name: value if name == "params" else arguments.plain(value)
-            for name, value in group.items()
+            for name, value in {**group, **progress}.items()
             if not _is_code(value)
         }
         for group in state_dict["param_groups"]
@@ -49,57 +53,33 @@ def packed(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": groups}
 
 
-def load(
-    optimizer: Optimizer,
-    state_dict: object,
-    check_group: Callable[[Group], None],
-    fresh_state: Callable[[Tensor, Group, int], State],
-) -> None:
-    """Load `state_dict` into `optimizer`, hooks included, or raise and change nothing.
-
-    For the other arguments see `unpacked`.
-    """
-    given: Any = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-    for prepare in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        prepared = prepare(optimizer, given)
-        given = given if prepared is None else prepared
-    loaded = unpacked(given, optimizer.param_groups, optimizer.defaults, check_group, fresh_state)
-    optimizer.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
-    for finish in optimizer._optimizer_load_state_dict_post_hooks.values():
-        finish(optimizer)
-
-
 def unpacked(
-    state_dict: object,
-    groups: Sequence[Group],
-    defaults: Group,
-    check_group: Callable[[Group], None],
-    fresh_state: Callable[[Tensor, Group, int], State],
+    state_dict: object, optimizer: "RoundOptimizer", check_group: Callable[[Group], None]
 ) -> Loaded:
-    """Return what an optimizer with `groups` takes from `state_dict`.
+    """Return what an optimizer takes from `state_dict`; nothing of it is changed.
 
     Args:
         state_dict: what `packed` returned, perhaps long ago.
-        groups: the optimizer's own.
-        defaults: of its settings.
+        optimizer: the optimizer.
         check_group: raises if the optimizer could not have been made with a group.
-        fresh_state: the state that a parameter of a group starts with, for so many batches.
 
     Raises:
         ValueError: something does not fit; the message names the entry.
     """
-    saved_groups, saved_state = _parts(state_dict)
+    groups = optimizer.param_groups
+    given = optimizer.converted(_checked(state_dict))
+    saved_groups, saved_state = given["param_groups"], given["state"]
     if len(saved_groups) != len(groups):
         raise ValueError(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
         )
     pairs = [
-        (saved, _taken_over(saved, own, number, defaults, check_group))
+        (saved, _taken_over(saved, own, number, optimizer.defaults, check_group))
         for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True))
     ]
     new_groups = [group for _, group in pairs]
     for number, group in enumerate(new_groups):
-        for name in (*SHARED, "iteration", "visited", "present"):
+        for name in (*optimizer.shared, "iteration", "visited", "present"):
             if name in group and group[name] != new_groups[0][name]:
                 raise ValueError(
                     f"state_dict must have one {name} for all groups, got {new_groups[0][name]!r} "
@@ -118,24 +98,26 @@ def unpacked(
             if held is not None and not isinstance(held, dict):
                 raise ValueError(f"state_dict must have a dictionary for parameter {key}: {held!r}")
             if held:
-                expected = fresh_state(param, group, 1)
-                state[param] = _checked_state(held, expected, param, group, key)
+                expected = optimizer.fresh_state(param, group, 1)
+                state[param] = _checked_state(held, expected, group, key)
             elif param.requires_grad:
-                state[param] = fresh_state(param, group, group["batches"])
+                state[param] = optimizer.fresh_state(param, group)
     for key in saved_state:
         if key not in seen:
             raise ValueError(f"state_dict must have state of parameters only, got {key!r}")
-    return Loaded(new_groups, state)
+    progress = [{name: group.pop(name, None) for name in PROGRESS} for group in new_groups]
+    return Loaded(new_groups, state, Round.unpacked(progress[0]) if progress else Round())
 
 
-def _parts(state_dict: object) -> tuple[list[Any], dict[Any, Any]]:
+def _checked(state_dict: object) -> Mapping[str, Any]:
+    """Return `state_dict` if it has the two entries that torch's have."""
     for name, kind in (("param_groups", list), ("state", dict)):
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(name), kind):
             raise ValueError(
                 f"state_dict must have {name!r}, a {kind.__name__}, got {_shown(state_dict)}"
             )
     assert isinstance(state_dict, Mapping)
-    return state_dict["param_groups"], state_dict["state"]
+    return state_dict
 
 
 def _shown(value: object) -> str:
@@ -191,11 +173,15 @@ def _taken_over(
                 raise ValueError(f"names of settings must be strings, got {name!r}")
             if _is_code(value):
                 raise ValueError(f"{name} must be a value, not code, got {value!r}")
-        # What only an open round has may be missing.
-        group = {**own, **({"kept": None} if "kept" in own else {}), **taken}
+        group = {**own, **taken}
         check_group(group)
-        _check_progress(group, saved)
-        _put_in_form(group)
+        _check_progress(group)
+        arguments.put_penalties_in_form(group)
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        if group["capturable"] and isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].to(device)
+        if isinstance(group.get("kept"), Tensor):
+            group["kept"] = group["kept"].to(device)
     return group
 
 
@@ -208,21 +194,16 @@ def _naming(where: str) -> Iterator[None]:
         raise ValueError(f"state_dict does not fit in {where}: {error}") from error
 
 
-def _check_progress(group: Group, saved: Group) -> None:
+def _check_progress(group: Group) -> None:
     """Check where a round stands, and the shares of the batches."""
     batches = group["batches"]
     for name in ("iteration", "visited", "present"):
-        if name not in saved:
+        if name not in group:
             raise ValueError(f"{name} must be there")
     _check_bits("iteration", group["iteration"], math.inf)
     # A round whose last slot has been used is over, and its bits are zero again.
     _check_bits("visited", group["visited"], (1 << batches) - 2)
     _check_bits("present", group["present"], (1 << batches) - 1, within=group["visited"])
-    moves = group.get("moves", False)
-    if not isinstance(moves, bool) and not (
-        isinstance(moves, Tensor) and moves.dim() == 0 and moves.dtype == torch.bool
-    ):
-        raise ValueError(f"moves must be True, False or a tensor of one bool, got {moves!r}")
     kept = group.get("kept")
     if kept is not None and not (
         isinstance(kept, Tensor)
@@ -248,45 +229,27 @@ def _check_bits(name: str, value: Any, most: float, within: int | None = None) -
         raise ValueError(f"{name} must be among the slots used, {within:b} in bits, got {value:b}")
 
 
-def _put_in_form(group: Group) -> None:
-    """Make numbers what the group's steps expect: floats, or tensors where the parameters are."""
-    params, batches = group["params"], group["batches"]
-    device = params[0].device if params else torch.device("cpu")
-    for name, check in (("sigma", arguments.check_sigma), ("rho", arguments.check_rho)):
-        if group.get(name) is not None:
-            values = arguments.per_batch(name, group[name], batches, check)
-            group[name] = arguments.numbers(values, device if group["capturable"] else None)
-    if group["capturable"] and isinstance(group["lr"], Tensor):
-        group["lr"] = group["lr"].to(device)
-    for name in ("kept", "moves"):
-        if isinstance(group.get(name), Tensor):
-            group[name] = group[name].to(device)
-
-
 # State
 
 
-def _checked_state(held: State, first: State, param: Tensor, group: Group, key: object) -> State:
+def _checked_state(held: State, first: State, group: Group, key: object) -> State:
     """Return copies of `held` on the devices where they belong.
 
     Args:
         held: what was saved for the parameter.
         first: what it has before the first step, for one batch.
-        param: the parameter.
         group: its group, as loaded.
         key: its name in the state_dict.
     """
-    suffix = state_key("", 0)
-    expected = {
-        state_key(name.removesuffix(suffix), slot): value
-        for slot in range(group["batches"])
-        for name, value in first.items()
-        if name.endswith(suffix)
-    }
-    expected |= {name: value for name, value in first.items() if not name.endswith(suffix)}
-    if (
-        "pending" in held and "dual" in first
-    ):  # with one dual for all batches, while a round is open
+    expected: State = {}
+    for name, value in first.items():
+        kind, slot = split_key(name)
+        if slot is None:
+            expected[name] = value
+        else:
+            for batch in range(group["batches"]):
+                expected[state_key(kind, batch)] = value
+    if "pending" in held and "dual" in first:  # of MISA, while a round is open
         dtype = torch.promote_types(first["dual"].dtype, torch.float32)
         expected["pending"] = first["dual"].to(dtype)
     if held.keys() != expected.keys():
@@ -302,7 +265,7 @@ def _checked_state(held: State, first: State, param: Tensor, group: Group, key: 
             with _naming(f"state of parameter {key}"):
                 _check_bits(name, value, (1 << group["batches"]) - 1, within=group["visited"])
             taken[name] = value
-        elif name.partition(".")[0] == "step":
+        elif split_key(name)[0] == "step":
             taken[name] = _counter(value, like, where)
         else:
             _check_tensor(value, like, where, name, key)

@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchpisa.distributed import contents, fit, remap, stored
-from torchpisa.distributed.contents import Contents, model_key, state_key
-from torchpisa.distributed.remap import Named
-from torchpisa.distributed.stored import MARK, METADATA, Folder, Stored
-from torchpisa.kernels.sharded import is_sharded
-from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.distributed.checkpoint import contents, fit, remap, stored
+from torchpisa.distributed.checkpoint.contents import Contents
+from torchpisa.distributed.checkpoint.remap import Named
+from torchpisa.distributed.checkpoint.stored import MARK, METADATA, Folder, Stored
+from torchpisa.distributed.dtensor import is_sharded
+from torchpisa.distributed.process_group import Ranks
+from torchpisa.optim.pisa import PISA
+from torchpisa.state_keys import model_key, node_key, state_key
 
 __all__ = ["export", "latest", "load", "save"]
 
@@ -28,7 +30,7 @@ Location = str | os.PathLike[str]
 def save(
     directory: Location,
     model: nn.Module,
-    optimizer: ConsensusOptimizer,
+    optimizer: PISA,
     extra: dict[str, Any] | None = None,
 ) -> None:
     """Save a model, the state of its optimizer on all ranks, and `extra`.
@@ -90,7 +92,7 @@ def save(
     party.agree(lambda: _publish(partial, folder) if party.rank == 0 else None)
 
 
-def load(path: Location, model: nn.Module, optimizer: ConsensusOptimizer) -> dict[str, Any]:
+def load(path: Location, model: nn.Module, optimizer: PISA) -> dict[str, Any]:
     """Load what `save` or `export` wrote, on as many ranks as it was saved from or on others.
 
     All ranks call it. On as many ranks (replicas, if they are sharded), with as many `batches` on
@@ -135,7 +137,7 @@ def load(path: Location, model: nn.Module, optimizer: ConsensusOptimizer) -> dic
         layout = optimizer.param_groups[0]["ranks"], optimizer.batches
         same = layout == (source.contents.ranks, source.contents.batches)
         (remap.resume if same else remap.share_out)(source, params, optimizer)
-        optimizer._forget()
+        optimizer.start_afresh()
 
     party.agree(taken)
     return source.extra
@@ -166,7 +168,8 @@ def export(directory: Location, file: Location) -> None:
     for names, packed in zip(everything.names, everything.groups[0], strict=True):
         params = list(range(number, number + len(names)))
         number += len(names)
-        groups.append({**contents.unpack(packed, torch.device("cpu")), "params": params})
+        settings, round = contents.unpack(packed, torch.device("cpu"))
+        groups.append({**settings, **round.packed(), "params": params})
         for param, name in zip(params, names, strict=True):
             if name in everything.state:
                 state[param] = _whole_state(source, everything, name)
@@ -206,28 +209,29 @@ def latest(root: Location) -> Path | None:
 class _Party:
     """The processes that save or load together."""
 
-    def __init__(self, optimizer: ConsensusOptimizer) -> None:
+    def __init__(self, optimizer: PISA) -> None:
         from torch import distributed
 
-        if not isinstance(optimizer, ConsensusOptimizer):
+        if not isinstance(optimizer, PISA):
             raise ValueError(
                 f"optimizer must be a PISA, SISA or NSISA, got {type(optimizer).__name__}; MISA is "
                 "the same on all ranks: torch.distributed.checkpoint saves it as it does AdamW"
             )
-        exchange = optimizer._exchange
-        split = any(is_sharded(param) for param in optimizer._params)
+        ranks = optimizer.peers
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        split = any(is_sharded(param) for param in params)
         self.group: Any = None  # all processes
         self.rank, self.size = 0, 1
-        if exchange is not None and not split:
-            self.group = exchange.ranks.group
+        if isinstance(ranks, Ranks) and not split:
+            self.group = ranks.group
         if distributed.is_available() and distributed.is_initialized():
             self.rank = distributed.get_rank(self.group)
             self.size = distributed.get_world_size(self.group)
         # Otherwise all have the same, and the first writes it.
-        self.has_own_state = exchange is not None or split or self.rank == 0
+        self.has_own_state = ranks is not None or split or self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes."""
+        """Return the values of all processes."""
         from torch import distributed
 
         values: list[Any] = [value] * self.size
@@ -236,7 +240,7 @@ class _Party:
         return values
 
     def agree(self, work: Callable[[], T]) -> T:
-        """What `work` returns; if it raises in one process, all of them raise."""
+        """Return what `work` returns; if it raises in one process, all of them raise."""
         problem = None
         try:
             result = work()
@@ -251,7 +255,7 @@ class _Party:
         return result
 
     def share(self, entries: dict[str, Any], params: Sequence[Named]) -> dict[str, Tensor]:
-        """What this process may write of the model: what is the same everywhere, or its own part.
+        """Return what this process may write of the model: what is the same everywhere, or its part.
 
         Anything else, such as buffers, is the first one's to write, so that it fits together.
         """
@@ -280,19 +284,23 @@ def _read(source: Stored, keys: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _whole_state(source: Stored, everything: Contents, name: str) -> dict[str, Any]:
-    """A parameter's state, for all nodes."""
+    """Return a parameter's state, for all nodes."""
     nodes = range(everything.batches)
     keys = {
-        (kind, node): state_key(name, kind, node)
+        (kind, node): node_key(name, kind, node)
         for kind in everything.state[name]
         for node in nodes
     }
     tensors = _read(source, list(keys.values()))
-    state: dict[str, Any] = {f"{kind}.{node}": tensors[key] for (kind, node), key in keys.items()}
+    state: dict[str, Any] = {
+        state_key(kind, node): tensors[key] for (kind, node), key in keys.items()
+    }
     for node in nodes:
-        state[f"step.{node}"] = torch.tensor(everything.steps[name][node], dtype=torch.float32)
+        state[state_key("step", node)] = torch.tensor(
+            everything.steps[name][node], dtype=torch.float32
+        )
     if len(nodes) > 1:
-        state["pending"] = torch.zeros_like(state["dual.0"])
+        state["pending"] = torch.zeros_like(state[state_key("dual", 0)])
         remap.add_pending(source, {name: state["pending"]})
     state["arrived"] = everything.arrived[name][0]
     return state
@@ -302,12 +310,12 @@ def _whole_state(source: Stored, everything: Contents, name: str) -> dict[str, A
 
 
 def _beside(path: Path, what: str) -> Path:
-    """Where something lies that is not yet, or no longer, at `path`."""
+    """Return where something lies that is not yet, or no longer, at `path`."""
     return path.with_name(f".{path.name}.{what}")
 
 
 def _found(path: Path) -> Path:
-    """`path`, or where its contents are after a kill between the two renames of `_publish`."""
+    """Return `path`, or where its contents are after a kill between the renames of `_publish`."""
     old = _beside(path, "old")
     return old if not path.exists() and (old / METADATA).is_file() else path
 

@@ -1,28 +1,38 @@
-"""The other ranks of a process group: what they agree on, and the sums that cross to them.
+"""A round over the ranks of a process group: who contributes what, and what crosses the network.
 
 Every rank is a node of the paper, or holds several. In a round it adds up the contributions of its
 own batches in `pending`; the sum of those over all ranks is what the consensus needs. This is all
-that crosses the network, besides a short line of numbers per round (`tally`).
+that crosses the network, besides a short line of numbers per round.
+
+Every rank joins every collective of every round, in the same order, whatever happened to its
+batches: one that was left out contributes its dual. A parameter that no batch of any rank reached
+is left alone, but a rank knows only its own batches when it has to contribute. So it contributes
+what is right if another rank reached the parameter, and takes that back if none did.
 """
 
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
+from torchpisa.distributed.dtensor import is_sharded, local, part
+from torchpisa.kernels.dispatch import Plans
 from torchpisa.kernels.job import Member, real
-from torchpisa.kernels.sharded import is_sharded, local, part
 from torchpisa.optim import arguments
+from torchpisa.optim.part import Part, Totals
+from torchpisa.optim.round import Round, consensus, contribute_missing, finish
+from torchpisa.torch_private import ddp_hooks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Lockstep", "Ranks", "join", "on_device"]
+__all__ = ["Attached", "Lockstep", "Ranks", "join", "on_device"]
 
 T = TypeVar("T")
 
@@ -33,7 +43,7 @@ _ALIGNMENT = 16
 
 
 def join(process_group: Any, reduce_dtype: torch.dtype | None) -> "Ranks | None":
-    """The ranks of `process_group`, or None if there is nobody to talk to.
+    """Return the ranks of `process_group`, or None if there is nobody to talk to.
 
     Args:
         process_group: a process group, a one-dimensional device mesh, or None.
@@ -72,8 +82,35 @@ class _Sent:
     flat: Tensor
 
 
+class Attached(Protocol):
+    """A model whose backward pass takes parts of the steps."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model."""
+
+    def expect(self, slot: int) -> None:
+        """Raise RuntimeError if the backward pass has not taken its part of this batch's step."""
+
+
+class _Doubt(NamedTuple):
+    """A parameter that no batch of this rank reached, and its state before the contribution."""
+
+    member: Member
+    before: dict[str, Tensor]
+
+
 class Ranks:
-    """The ranks of a process group, as seen from one of them."""
+    """The ranks of a process group, as seen from one of them; an optimizer's `Peers`.
+
+    Attributes:
+        group: the process group.
+        size: number of ranks.
+        rank: this one.
+        all_shares: alpha_i of all nodes, by rank and slot.
+        attached: the model whose backward pass takes parts of the steps, if there is one.
+        begun: whether it has, of the step that is due.
+    """
 
     def __init__(self, group: "ProcessGroup", reduce_dtype: torch.dtype | None) -> None:
         from torch import distributed
@@ -81,15 +118,21 @@ class Ranks:
         self.group = group
         self.size: int = distributed.get_world_size(group)
         self.rank: int = distributed.get_rank(group)
-        self._reduce_dtype = reduce_dtype
         self.all_shares: list[float] = []
-        self._sent: list[_Sent] = []
+        self.attached: Attached | None = None
+        self.begun = False
+        self._reduce_dtype = reduce_dtype
+        self._lockstep = Lockstep(self.size)
+        self._under_way: list[_Sent] = []
+        self._contributed: set[int] = set()
+        self._doubts: dict[int, _Doubt] = {}
+        self._unreached: set[int] = set()
         self._saw_no_averages = False
 
     # Agreements
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank."""
+        """Return the values of all ranks, by rank."""
         from torch import distributed
 
         values: list[Any] = [None] * self.size
@@ -107,7 +150,7 @@ class Ranks:
                 )
 
     def shares(self, weights: Sequence[float] | None, batches: int) -> list[float]:
-        """alpha_i of this rank's batches, from the weights of all ranks' batches."""
+        """Return alpha_i of this rank's batches, from the weights of all ranks' batches."""
         given = self.gather((batches, weights if weights is None else [float(w) for w in weights]))
         kinds = [(own, weights is None) for own, weights in given]
         if any(kind != kinds[0] for kind in kinds):
@@ -119,8 +162,9 @@ class Ranks:
         self.all_shares = arguments.shares(everyone, batches * self.size)
         return self.all_shares[self.rank * batches : (self.rank + 1) * batches]
 
-    def welcome(self, params: Sequence[Tensor]) -> None:
-        """Check that all ranks add the same `params`, and give them the first rank's values."""
+    def add(self, params: Sequence[Tensor]) -> None:
+        """Agree on parameters that all ranks add; they take the values of the first rank."""
+        self._refuse_shards(params)
         self.agree("the number of parameters", len(params))
         kinds = self.gather([_kind(param) for param in params])
         for others in zip(*kinds, strict=True):
@@ -143,18 +187,129 @@ class Ranks:
             if sent is not tensor:
                 tensor.copy_(sent)
 
-    # The consensus
+    # The round
+
+    def stepped(self) -> None:
+        """Note that a batch was stepped, or is absent."""
+        self._lockstep.stepped()
+
+    def cleared(self, params: Sequence[Tensor]) -> None:
+        """Note that gradients are about to be cleared."""
+        self._lockstep.cleared(params)
+
+    def expect(self, slot: int, params: Sequence[Tensor]) -> None:
+        """Raise if gradients are not what a rank's step for a batch needs."""
+        if self.attached is not None:
+            self.attached.expect(slot)
+        self._refuse_averages(params)
 
     @torch.no_grad()
-    def send(self, members: Sequence[Member], limit: float = BUCKET_BYTES) -> None:
-        """Start adding up the members' `pending` over all ranks; `receive` finishes it.
+    def contribute(
+        self,
+        parts: Sequence[Part],
+        members: Sequence[list[Member]],
+        round: Round,
+        limit: float = BUCKET_BYTES,
+    ) -> None:
+        """Complete what this rank's batches contribute to `members`, and send it.
 
-        All ranks send the same members in the same order.
+        All ranks contribute to the same members in the same order.
 
         Args:
-            members: the parameters.
+            parts: all parameters, by rule.
+            members: some of them.
+            round: where it stands.
             limit: bytes that cross the network in one go.
         """
+        for part_of, own in zip(parts, members, strict=True):
+            for member in own:
+                if member.state["arrived"]:
+                    continue
+                self._unreached.add(id(member.origin))
+                if round.present:  # otherwise only duals are contributed, and nothing changes
+                    self._doubts[id(member.origin)] = _Doubt(member, _copies(member))
+            contribute_missing(part_of, own, round)
+        together = [member for own in members for member in own]
+        self._contributed |= {id(member.origin) for member in together}
+        self._send(together, limit)
+
+    def close(
+        self,
+        parts: Sequence[Part],
+        members: Sequence[list[Member]],
+        round: Round,
+        problem: bool,
+        plans: Plans,
+    ) -> int:
+        """Send the rest, wait for the others, and take the consensus; see `Peers`."""
+        rest = [[m for m in own if id(m.origin) not in self._contributed] for own in members]
+        self.contribute(parts, rest, round)
+        everyone = [member for own in members for member in own]
+        device = everyone[0].param.device if everyone else torch.device("cpu")
+        present: Scalar = len(round.present) if round.kept is None else round.kept.sum()
+        reached = [float(id(member.origin) not in self._unreached) for member in everyone]
+        # Where sigma follows gradients, one for each parameter. Of rho, only where the consensus
+        # has a proximal term.
+        of_parts: list[list[Scalar]] = []
+        for part_of, own in zip(parts, members, strict=True):
+            totals = part_of.totals(own)
+            if part_of.follows:
+                of_parts.append(list(totals.sigma.values()))
+            elif part_of.preconditioner.proximal is not None:
+                of_parts.append([totals.sigma, totals.rho])
+            else:
+                of_parts.append([totals.sigma])
+        numbers = [number for values in of_parts for number in values]
+        first = len(numbers)  # of the other numbers
+        numbers += [present, float(problem), *reached, *self._lockstep.numbers]
+        total = self.sum(numbers, device)
+        self._receive()
+
+        # The host reads the sums only if it has to, because that may mean to wait for a GPU: what
+        # this rank's own batches have reached and moved needs no confirmation by others.
+        told = device.type == "cpu" or bool(self._unreached) or not round.present
+        sums: Sequence[Scalar] = total.tolist() if told else list(total.unbind())
+        keep = total[first] > 0 if round.kept is not None and not told else None
+        left: set[int] = set()
+        if told:
+            counts = sums[first + 2 : first + 2 + len(everyone)]
+            left = {id(m.origin) for m, count in zip(everyone, counts, strict=True) if not count}
+            for key in left & self._doubts.keys():
+                _restore(self._doubts[key])
+        summed = iter(sums)
+        for part_of, own, values in zip(parts, members, of_parts, strict=True):
+            here = list(islice(summed, len(values)))
+            if part_of.follows:
+                keys = (id(member.origin) for member in own)
+                totals = Totals(dict(zip(keys, here, strict=True)))
+            else:
+                totals = Totals(*here)
+            if not told or sums[first]:
+                moving = [member for member in own if id(member.origin) not in left]
+                consensus(part_of, moving, totals, keep, plans)
+        finish(everyone)
+        self.forget()
+        self._lockstep.compare(total[-2:], told)
+        return int(sums[first + 1]) if told else int(problem)
+
+    def forget(self) -> None:
+        """Drop what is left of a round."""
+        self.begun = False
+        self._contributed.clear()
+        self._doubts.clear()
+        self._unreached.clear()
+
+    def sum(self, values: Sequence[Scalar], device: torch.device) -> Tensor:
+        """Return a few numbers, added up over all ranks, on `device`, without waiting for it."""
+        from torch import distributed
+
+        total = on_device(values, device)
+        distributed.all_reduce(total, group=self.group)
+        return total
+
+    @torch.no_grad()
+    def _send(self, members: Sequence[Member], limit: float) -> None:
+        """Start adding up the members' `pending` over all ranks; `_receive` finishes it."""
         from torch import distributed
 
         for bucket in _buckets([part(member) for member in members], limit):
@@ -162,33 +317,25 @@ class Ranks:
             wire = flat.to(self._reduce_dtype or flat.dtype)
             work = distributed.all_reduce(wire, group=self.group, async_op=True)
             assert work is not None
-            self._sent.append(_Sent(work, wire, flat))
+            self._under_way.append(_Sent(work, wire, flat))
 
     @torch.no_grad()
-    def receive(self) -> None:
+    def _receive(self) -> None:
         """Wait for everything that was sent: then every `pending` is the sum over all ranks."""
         try:
-            for sent in self._sent:
+            for sent in self._under_way:
                 sent.work.wait()
                 if sent.wire is not sent.flat:
                     sent.flat.copy_(sent.wire)
         finally:
-            self._sent.clear()
-
-    def tally(self, values: Sequence[Scalar], device: torch.device) -> Tensor:
-        """Add up a few numbers over all ranks, on `device`, without waiting for it."""
-        from torch import distributed
-
-        total = on_device(values, device)
-        distributed.all_reduce(total, group=self.group)
-        return total
+            self._under_way.clear()
 
     # Gradients that have been averaged already
 
     # All duals would be equal then, and heterogeneous data no better off than with any other
     # optimizer.
 
-    def refuse_shards(self, params: Sequence[Tensor]) -> None:
+    def _refuse_shards(self, params: Sequence[Tensor]) -> None:
         """Raise ValueError if ranks of this group hold shards of one replica."""
         for param in params:
             if is_sharded(param):
@@ -202,17 +349,13 @@ class Ranks:
                         "mesh of replicas that it returns as process_group"
                     )
 
-    def refuse_averages(self, params: Sequence[Tensor], attached: object) -> None:
-        """Raise ValueError if a DistributedDataParallel model averages gradients of `params`.
-
-        Args:
-            params: the optimizer's parameters.
-            attached: the model that leaves them as they are, if there is one.
-        """
+    def _refuse_averages(self, params: Sequence[Tensor]) -> None:
+        """Raise ValueError if a DistributedDataParallel model averages gradients of `params`."""
         from torch import distributed
 
         if self._saw_no_averages:  # looking for models takes time, so once must do
             return
+        attached = None if self.attached is None else self.attached.model
         wanted = {id(param) for param in params}
         for model in _data_parallel_models():
             if model is attached or _leaves_gradients(model):
@@ -266,7 +409,7 @@ class Lockstep:
         """What crosses to the others: the counts are equal if their variance is zero."""
         return float(self._missed), float(self._missed**2)
 
-    def check(self, sums: Tensor, told: bool) -> None:
+    def compare(self, sums: Tensor, told: bool) -> None:
         """Raise RuntimeError, on every rank, if the counts differ.
 
         Args:
@@ -304,7 +447,7 @@ class Lockstep:
 def on_device(
     values: Sequence[Scalar], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """A few numbers as one tensor on `device`, without waiting for it."""
+    """Return a few numbers as one tensor on `device`, without waiting for it."""
     known = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
     numbers = torch.tensor(known, dtype=dtype, pin_memory=device.type == "cuda")
     numbers = numbers.to(device, non_blocking=True)
@@ -319,7 +462,7 @@ def _kind(param: Tensor) -> str:
 
 
 def _buckets(members: Sequence[Member], limit: float) -> Iterator[list[Member]]:
-    """Members whose pending sums cross the network together."""
+    """Yield members whose pending sums cross the network together."""
     kinds: dict[object, list[Member]] = {}
     for member in members:
         pending = member.state["pending"]
@@ -339,7 +482,7 @@ def _buckets(members: Sequence[Member], limit: float) -> Iterator[list[Member]]:
 
 
 def _gathered(bucket: Sequence[Member]) -> Tensor:
-    """One flat tensor of which the members' `pending` are views.
+    """Return one flat tensor of which the members' `pending` are views.
 
     They stay that until they are sent in other company, so nothing is copied from round to round.
     """
@@ -366,7 +509,7 @@ def _gathered(bucket: Sequence[Member]) -> Tensor:
 
 
 def _data_parallel_models() -> list["DistributedDataParallel"]:
-    """All that there are in this process: parameters do not know to which they belong."""
+    """Return all that there are in this process: parameters do not know to which they belong."""
     from torch.nn.parallel import DistributedDataParallel
 
     return [
@@ -378,7 +521,20 @@ def _data_parallel_models() -> list["DistributedDataParallel"]:
 
 
 def _leaves_gradients(model: "DistributedDataParallel") -> bool:
-    """Whether the model's communication hook is the one that does nothing."""
+    """Return whether the model's communication hook is the one that does nothing."""
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
-    return any(hook is noop_hook for hook, _ in model._comm_hooks)
+    return any(hook is noop_hook for hook in ddp_hooks(model))
+
+
+def _copies(member: Member) -> dict[str, Tensor]:
+    return {
+        key: value.clone()
+        for key, value in member.state.items()
+        if isinstance(value, Tensor) and key != "pending"
+    }
+
+
+def _restore(doubt: _Doubt) -> None:
+    for key, value in doubt.before.items():
+        doubt.member.state[key].copy_(value)

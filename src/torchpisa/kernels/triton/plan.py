@@ -8,22 +8,17 @@ sent anew.
 import contextlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from torchpisa.kernels import table
-from torchpisa.kernels.job import (
-    LocalJob,
-    Member,
-    Move,
-    check_shapes,
-    mark_changed,
-    state_key,
-)
+from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, check_shapes, mark_changed
 from torchpisa.kernels.optional import without_triton
-from torchpisa.kernels.table import Launch, Matrices, Row
+from torchpisa.kernels.triton import table
+from torchpisa.kernels.triton.table import Launch, Matrices, Row
 from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
+from torchpisa.state_keys import state_key
 
 __all__ = ["Plan", "Plans", "find", "find_consensus", "obstacle"]
 
@@ -51,14 +46,22 @@ class Plan:
         copies: gradients that had to be laid out like their parameters.
     """
 
+    finds_nonfinite: ClassVar[bool] = True
+    takes_flags: ClassVar[bool] = False
+    slower: ClassVar[Kernel | None] = None
+
     rows: list[Row]
     glance: list[Row]
     launches: list[Launch]
     captured: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
 
+    def supports(self, job: LocalJob) -> bool:
+        """Return True: a plan is made for the jobs that it is given."""
+        return True
+
     def local_step(self, job: LocalJob) -> None:
-        """See `Kernel`."""
+        """Take the local step, see `Kernel`."""
         from torchpisa.kernels.triton import launch
 
         for own in self.launches:
@@ -66,12 +69,13 @@ class Plan:
                 launch.local_step(job, own)
         if job.move is not None:
             mark_changed(member.param for member in job.members)
-        for member in job.members:
-            member.state["arrived"] |= 1 << job.slot
+        else:
+            for member in job.members:
+                member.state["arrived"] |= 1 << job.slot
         self.copies.clear()
 
     def residual_norm(self, job: LocalJob) -> list[Tensor]:
-        """See `Kernel`."""
+        """Return the norm of r for each launch."""
         from torchpisa.kernels.triton import launch
 
         norms = []
@@ -81,7 +85,7 @@ class Plan:
         return norms
 
     def any_nonfinite(self) -> list[Tensor]:
-        """0-d bool tensors: whether a gradient is not finite, by launch."""
+        """Return 0-d bool tensors: whether a gradient is not finite, by launch."""
         from torchpisa.kernels.triton import launch
 
         found = []
@@ -91,7 +95,7 @@ class Plan:
         return found
 
     def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
-        """See `Kernel`."""
+        """Take the consensus, see `Kernel`."""
         from torchpisa.kernels.triton import launch
 
         for own in self.launches:
@@ -110,7 +114,7 @@ def find(
     preconditioner: Preconditioner,
     slot: int,
 ) -> Plan | str:
-    """The plan for the local step of a batch over `members`, or the reason why there is none.
+    """Return the plan for a local step over `members`, or the reason why there is none.
 
     Args:
         plans: what earlier calls have built.
@@ -156,7 +160,7 @@ def find(
         params = [member.param for member in members]
         shapes = [(param.size(0), param.numel() // param.size(0)) for param in params]
         matrices = Matrices(shapes, (preconditioner.dtype or torch.float32).itemsize)
-    plan = plans[key] = _settled(plan, rows, glance, matrices)
+    plan = plans[key] = _refreshed(plan, rows, glance, matrices)
     for launch in plan.launches:
         launch.steps = [members[number].state[keys[2]] for number in launch.order]
     plan.copies = copies
@@ -164,7 +168,7 @@ def find(
 
 
 def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Plan | str:
-    """The plan for a consensus over `members`, or the reason why there is none."""
+    """Return the plan for a consensus over `members`, or the reason why there is none."""
     plan = plans.get(key)
     glance = [
         (param.data_ptr(), state["pending"].data_ptr(), param.numel())
@@ -186,12 +190,12 @@ def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Pl
         addresses = (param.data_ptr(), 0, 0, 0, pending.data_ptr(), 0)
         kind = param.device, param.dtype, param.dtype, pending.dtype, False
         rows.append((*addresses, param.numel(), *kind))
-    plan = plans[key] = _settled(plan, rows, glance, None)
+    plan = plans[key] = _refreshed(plan, rows, glance, None)
     return plan
 
 
 def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) -> str | None:
-    """Why parameters cannot be stepped by these kernels; None if they can."""
+    """Return why parameters cannot be stepped by these kernels; None if they can."""
     if preconditioner is not None and type(preconditioner) not in _MEMORY:
         return f"there is no kernel for {type(preconditioner).__name__}"
     for param in params:
@@ -214,7 +218,7 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) ->
 
 
 def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> list[Row]:
-    """As little as tells that the table still holds: this runs for every parameter in every step.
+    """Return as little as tells that the table still holds: this runs in every step.
 
     An address that is used again may be of a gradient of another dtype or layout; parameters and
     state do not change theirs without moving.
@@ -269,13 +273,13 @@ def _local_rows(
     return rows, copies
 
 
-def _settled(
+def _refreshed(
     plan: Plan | None,
     rows: list[Row],
     glance: list[Row],
     matrices: Matrices | None,
 ) -> Plan:
-    """`plan` with new addresses if it has the same tensors otherwise, else a new one."""
+    """Return `plan` with new addresses if it has the same tensors otherwise, else a new one."""
     if plan is not None and not _capturing(plan.launches):
         same = [row[table.SIZE :] for row in rows] == [row[table.SIZE :] for row in plan.rows]
         if same:

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpisa.optim import arguments, checkpoint, rounds
-from torchpisa.optim.rounds import Group
+from torchpisa.optim import arguments
+from torchpisa.optim.arguments import PENALTIES
+from torchpisa.optim.part import Group
+from torchpisa.optim.round import PROGRESS, Round
+from torchpisa.optim.state import packed
 
 __all__ = ["PER_NODE", "Contents", "from_bytes", "joined", "pack", "to_bytes", "unpack"]
 
 # Settings for which every node may have a value of its own.
-PER_NODE = ("sigma", "rho", "gamma", "sisa_sigma", "sisa_rho")
+PER_NODE = (*PENALTIES, "gamma")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Contents:
         return bool(self.groups[0][0]["visited"])
 
     def per_node(self, number: int, name: str) -> list[float] | None:
-        """A setting of group `number` for all nodes; None if it was code on some rank."""
+        """Return a setting of group `number` for all nodes; None if it was code on some rank."""
         values: list[float] = []
         for own in self.groups:
             if name not in own[number]:
@@ -70,7 +73,7 @@ class Contents:
         return values
 
     def took_part(self, number: int) -> list[bool]:
-        """Whether each node's batch was stepped in this round, in group `number`."""
+        """Return whether each node's batch was stepped in this round, in group `number`."""
         found: list[bool] = []
         for own in self.groups:
             kept, present = own[number]["kept"], own[number]["present"]
@@ -78,7 +81,7 @@ class Contents:
         return found
 
     def as_one_rank(self) -> "Contents":
-        """The same, as a process that holds all nodes would have it."""
+        """Return the same, as a process that holds all nodes would have it."""
 
         def shifted(bits: Sequence[int]) -> int:
             return sum(own << rank * self.batches for rank, own in enumerate(bits))
@@ -115,7 +118,7 @@ class Contents:
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """What all ranks hold together, from what each of them does.
+    """Return what all ranks hold together, from what each of them does.
 
     Raises:
         ValueError: they do not stand at the same point, or do not hold the same.
@@ -148,54 +151,43 @@ def _point(part: Contents) -> str:
     return f"{where} iteration {part.groups[0][0]['iteration']}"
 
 
-# Names of tensors
-
-
-def model_key(name: str) -> str:
-    """An entry of the model's state."""
-    return f"model.{name}"
-
-
-def state_key(name: str, kind: str, number: int) -> str:
-    """A parameter's state: of a node, or the `pending` sum of a rank."""
-    return f"optimizer.state.{name}.{kind}.{number}"
-
-
 # Plain values
 
 
-def pack(group: Group) -> Group:
-    """A parameter group in plain values, without its parameters and without code."""
-    own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    packed: Group = checkpoint.packed({"param_groups": [own]})["param_groups"][0]
-    for name, value in packed.items():
-        if name in ("sigma", "rho") and value is not None:
-            packed[name] = [float(entry) for entry in rounds.per_batch(group, name)]
+def pack(group: Group, round: Round) -> Group:
+    """Return a parameter group and the round in plain values, without parameters and code."""
+    kept = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    plain: Group = packed({"param_groups": [kept]}, round)["param_groups"][0]
+    for name, value in plain.items():
+        if name in PENALTIES and value is not None:
+            values = value if isinstance(value, list) else [value] * group["batches"]
+            plain[name] = [float(entry) for entry in values]
         elif name == "kept":
-            packed[name] = None if value is None else value.tolist()
+            plain[name] = None if value is None else value.tolist()
         elif isinstance(value, Tensor):
-            packed[name] = value.detach().cpu()
+            plain[name] = value.detach().cpu()
         elif isinstance(value, float):
-            packed[name] = float(value)  # that of numpy is one, too, but does not load everywhere
-    return packed
+            plain[name] = float(value)  # that of numpy is one, too, but does not load everywhere
+    return plain
 
 
-def unpack(packed: Group, device: torch.device) -> Group:
-    """The opposite of `pack`; what has to be tensors is on `device`."""
-    group = dict(packed)
-    if group["kept"] is not None:
-        group["kept"] = torch.tensor(group["kept"], dtype=torch.bool, device=device)
+def unpack(plain: Group, device: torch.device) -> tuple[Group, Round]:
+    """Return what `pack` was given; what has to be tensors is on `device`."""
+    group = dict(plain)
+    progress = {name: group.pop(name) for name in PROGRESS}
+    if progress["kept"] is not None:
+        progress["kept"] = torch.tensor(progress["kept"], dtype=torch.bool, device=device)
     if group["capturable"]:
-        for name in ("sigma", "rho"):
-            if group[name] is not None:
+        for name in PENALTIES:
+            if group.get(name) is not None:
                 group[name] = arguments.numbers(group[name], device)
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].to(device)
-    return group
+    return group, Round.unpacked(progress)
 
 
 def to_bytes(what: str, value: object) -> Tensor:
-    """`value` as a tensor of bytes, because objects in a distributed checkpoint are unpickled.
+    """Return `value` as a tensor of bytes, because objects in a distributed checkpoint are unpickled.
 
     Raises:
         ValueError: torch would not read it with `weights_only=True`.
@@ -214,6 +206,6 @@ def to_bytes(what: str, value: object) -> Tensor:
 
 
 def from_bytes(stored: Tensor) -> Any:
-    """The opposite of `to_bytes`."""
+    """Return the value of which `to_bytes` made bytes."""
     data = ctypes.string_at(stored.data_ptr(), stored.numel())
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

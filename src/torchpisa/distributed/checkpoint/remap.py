@@ -14,13 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpisa.distributed.contents import PER_NODE, Contents, state_key, unpack
-from torchpisa.distributed.stored import Stored
+from torchpisa.distributed import dtensor
+from torchpisa.distributed.checkpoint.contents import PER_NODE, Contents, unpack
+from torchpisa.distributed.checkpoint.stored import Stored
+from torchpisa.distributed.dtensor import local
+from torchpisa.distributed.process_group import Ranks
+from torchpisa.kernels.dispatch import steps_parts
 from torchpisa.kernels.job import Member
-from torchpisa.kernels.sharded import local
-from torchpisa.optim import rounds
-from torchpisa.optim.base import ConsensusOptimizer
-from torchpisa.optim.rounds import Group
+from torchpisa.optim.arguments import PENALTIES
+from torchpisa.optim.part import Group, Part, Totals
+from torchpisa.optim.pisa import PISA
+from torchpisa.optim.round import Round, consensus, contribute_missing
+from torchpisa.state_keys import node_key, state_key
 
 __all__ = ["Named", "add_pending", "overlaps", "rank_of", "resume", "share_out"]
 
@@ -36,9 +41,9 @@ _CHUNK = 2**26
 _SAME_POINT = 1e-12
 
 
-def rank_of(optimizer: ConsensusOptimizer) -> int:
-    """Which of the ranks, or replicas, that hold the nodes this process belongs to."""
-    return 0 if optimizer._exchange is None else optimizer._exchange.ranks.rank
+def rank_of(optimizer: PISA) -> int:
+    """Return which of the ranks, or replicas, that hold the nodes this process belongs to."""
+    return optimizer.peers.rank if isinstance(optimizer.peers, Ranks) else 0
 
 
 def overlaps(old: Sequence[float], new: Sequence[float]) -> list[dict[int, float]]:
@@ -77,47 +82,46 @@ def _snapped(point: float, to: Sequence[float]) -> float:
 
 
 @torch.no_grad()
-def resume(source: Stored, named: Sequence[Named], optimizer: ConsensusOptimizer) -> None:
+def resume(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
     """Put this rank's nodes back as they were, in the middle of a round too."""
     contents = source.contents
     rank, batches = rank_of(optimizer), contents.batches
-    if optimizer._exchange is not None:
-        optimizer._exchange.ranks.all_shares = contents.shares
+    if isinstance(optimizer.peers, Ranks):
+        optimizer.peers.all_shares = contents.shares
     into: dict[str, Tensor] = {}
     for number, (group, own) in enumerate(zip(optimizer.param_groups, named, strict=True)):
-        group.update(unpack(contents.groups[rank][number], _device(group)))
+        settings, optimizer.round = unpack(contents.groups[rank][number], _device(group))
+        group.update(settings)
         for name, state in _states(source, own, optimizer, group).items():
             for slot in range(batches):
                 node = rank * batches + slot
                 for kind in contents.state[name]:
-                    key = state_key(name, kind, node)
-                    into[key] = _fitted(state, f"{kind}.{slot}", source.kinds[key].dtype)
-                state[f"step.{slot}"].fill_(contents.steps[name][node])
+                    key = node_key(name, kind, node)
+                    into[key] = _fitted(state, state_key(kind, slot), source.kinds[key].dtype)
+                state[state_key("step", slot)].fill_(contents.steps[name][node])
             state["arrived"] = contents.arrived[name][rank]
             if state["arrived"]:
-                key = state_key(name, "pending", rank)
+                key = node_key(name, "pending", rank)
                 into[key] = _fitted(state, "pending", source.kinds[key].dtype)
     source.read(into)
 
 
-def _states(
-    source: Stored, own: Named, optimizer: ConsensusOptimizer, group: Group
-) -> dict[str, State]:
-    """The state of each parameter that was saved with one; that of the others starts afresh."""
+def _states(source: Stored, own: Named, optimizer: PISA, group: Group) -> dict[str, State]:
+    """Return the state of each parameter that was saved with one; others start afresh."""
     states: dict[str, State] = {}
     for name, param in own:
         saved = name in source.contents.state
-        if saved != (optimizer._state_of(param) is not None):
-            optimizer._init_state(param, group)
+        if saved != optimizer.has_state(param):
+            optimizer.init_state(param, group)
         if saved:
-            member = optimizer._member(param, None, group)  # which moves to the parameter's device
+            member = optimizer.member(param, None, group)  # which moves to the parameter's device
             assert member is not None
             states[name] = member.state
     return states
 
 
 def _fitted(state: State, key: str, dtype: torch.dtype) -> Tensor:
-    """An entry of `state`, in the dtype that it was saved with."""
+    """Return an entry of `state`, in the dtype that it was saved with."""
     if state[key].dtype != dtype:
         state[key] = torch.empty_like(state[key], dtype=dtype)
     tensor: Tensor = state[key]
@@ -132,27 +136,32 @@ def _device(group: Group) -> torch.device:
 
 
 @torch.no_grad()
-def share_out(source: Stored, named: Sequence[Named], optimizer: ConsensusOptimizer) -> None:
+def share_out(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
     """Give this rank's nodes their means of the old ones; the model is as it was saved."""
-    contents, exchange = source.contents, optimizer._exchange
-    shares = optimizer.param_groups[0]["weights"] if exchange is None else exchange.ranks.all_shares
+    contents, ranks = source.contents, optimizer.peers
+    shares = optimizer.param_groups[0]["weights"]
+    if isinstance(ranks, Ranks):
+        shares = ranks.all_shares
     first = rank_of(optimizer) * optimizer.batches
     rows = overlaps(contents.shares, shares)[first : first + optimizer.batches]
     for number, (group, own) in enumerate(zip(optimizer.param_groups, named, strict=True)):
-        closing = _Closing(source, number, optimizer) if contents.open else None
         states = _states(source, own, optimizer, group)
-        saved = [(name, param) for name, param in own if name in states]
-        for chunk in _chunks(saved, whole=closing is not None and closing.joint):
-            some = {name: states[name] for name, _ in chunk}
-            if closing is not None:
-                closing.begin(chunk, some)
-            _average(source, some, rows, closing)
-            if closing is not None:
-                closing.end(some)
+        for part in (part for part in optimizer.parts() if part.number == number):
+            members = {id(param) for param in part.params}
+            saved = [(name, p) for name, p in own if name in states and id(p) in members]
+            closing = _Closing(source, part) if contents.open else None
+            for chunk in _chunks(saved, whole=closing is not None and closing.joint):
+                some = {name: states[name] for name, _ in chunk}
+                if closing is not None:
+                    closing.begin(chunk, some)
+                _average(source, some, rows, closing)
+                if closing is not None:
+                    closing.end(some)
         group.update(_settings(contents, number, rows, group))
-    if contents.open and exchange is not None:
+    optimizer.round = Round(contents.groups[0][0]["iteration"] + contents.open)
+    if contents.open and isinstance(ranks, Ranks):
         # All have computed the same, but perhaps not on the same hardware.
-        exchange.ranks.broadcast([param for own in named for _, param in own])
+        ranks.broadcast([param for own in named for _, param in own])
 
 
 def _chunks(own: Named, whole: bool) -> Iterator[Named]:
@@ -185,22 +194,23 @@ def _average(
     for node in nodes:
         olds = _read(source, states, node)
         if closing is not None:
-            closing.settle(node, olds)
+            closing.contribute(node, olds)
         for slot, row in enumerate(rows):
             if node not in row:
                 continue
             for name, old in olds.items():
                 for kind in (*source.contents.state[name], "step"):
-                    value = local(old[f"{kind}.{node % source.contents.batches}"])
+                    value = local(old[state_key(kind, node % source.contents.batches)])
                     part = row[node] * value.to(torch.promote_types(value.dtype, torch.float32))
                     key = name, kind, slot
                     sums[key] = sums[key] + part if key in sums else part
     for (name, kind, slot), total in sums.items():
         own = states[name]
         if kind == "step":
-            own[f"step.{slot}"].copy_(total.round())
+            own[state_key("step", slot)].copy_(total.round())
             continue
-        target = _fitted(own, f"{kind}.{slot}", source.kinds[state_key(name, kind, 0)].dtype)
+        dtype = source.kinds[node_key(name, kind, 0)].dtype
+        target = _fitted(own, state_key(kind, slot), dtype)
         counts = not (target.is_floating_point() or target.is_complex())
         local(target).copy_(total.round() if counts else total)
     for own in states.values():
@@ -208,30 +218,26 @@ def _average(
 
 
 def _read(source: Stored, states: Mapping[str, State], node: int) -> dict[str, State]:
-    """The state of an old node, with the slot that it had on its rank, laid out like the new."""
+    """Return the state of an old node, in the slot that it had on its rank, laid out like new."""
     slot = node % source.contents.batches
     olds: dict[str, State] = {}
     into = {}
     for name, own in states.items():
-        olds[name] = {f"step.{slot}": _counter(source.contents.steps[name][node])}
+        steps = source.contents.steps[name][node]
+        olds[name] = {state_key("step", slot): torch.tensor(steps, dtype=torch.float32)}
         for kind in source.contents.state[name]:
-            key = state_key(name, kind, node)
-            into[key] = torch.empty_like(own[f"{kind}.0"], dtype=source.kinds[key].dtype)
-            olds[name][f"{kind}.{slot}"] = into[key]
+            key, first = node_key(name, kind, node), own[state_key(kind, 0)]
+            into[key] = torch.empty_like(first, dtype=source.kinds[key].dtype)
+            olds[name][state_key(kind, slot)] = into[key]
     source.read(into)
     return olds
-
-
-def _counter(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32)
 
 
 def _settings(
     contents: Contents, number: int, rows: Sequence[Mapping[int, float]], own: Group
 ) -> Group:
-    """What a group takes over from the one that was saved; sums of sigma and rho are kept."""
+    """Return what a group takes over from a saved one; sums of sigma and rho are kept."""
     saved = {**contents.groups[0][number], **{name: own[name] for name in _OF_LAYOUT}}
-    saved.update({**rounds.PROGRESS, "iteration": saved["iteration"] + contents.open})
     for name in PER_NODE:
         values = contents.per_node(number, name)
         if values is None:
@@ -239,9 +245,9 @@ def _settings(
         elif any(value != values[0] for value in values):
             saved[name] = [sum(part * values[node] for node, part in row.items()) for row in rows]
         else:
-            each = name in ("sigma", "rho") and values[0] is not None
+            each = name in PENALTIES and values[0] is not None
             saved[name] = [values[0]] * len(rows) if each else values[0]
-    return unpack(saved, _device(own))
+    return unpack(saved, _device(own))[0]
 
 
 def add_pending(source: Stored, totals: Mapping[str, Tensor]) -> None:
@@ -254,26 +260,28 @@ def add_pending(source: Stored, totals: Mapping[str, Tensor]) -> None:
         }
         if not parts:
             continue
-        source.read({state_key(name, "pending", rank): part for name, part in parts.items()})
+        source.read({node_key(name, "pending", rank): part for name, part in parts.items()})
         for name, part in parts.items():
             local(totals[name]).add_(local(part))
 
 
 class _Closing:
-    """The round that a group was saved in the middle of, and its end.
+    """The round that some parameters were saved in the middle of, and its end.
 
     Everything is done by the functions that close a round on one rank, node after node.
     """
 
-    def __init__(self, source: Stored, number: int, optimizer: ConsensusOptimizer) -> None:
+    def __init__(self, source: Stored, part: Part) -> None:
         self._source = source
-        self._number = number
-        own = optimizer.param_groups[number]
-        self._groups = [
-            {**own, **unpack(groups[number], _device(own))} for groups in source.contents.groups
-        ]
-        self._preconditioners = [optimizer.preconditioner(group) for group in self._groups]
-        self.joint = any(preconditioner.joint for preconditioner in self._preconditioners)
+        self._number = part.number
+        self._parts: list[Part] = []
+        self._rounds: list[Round] = []
+        for groups in source.contents.groups:
+            settings, round = unpack(groups[part.number], _device(part.group))
+            group = {**part.group, **settings}
+            self._parts.append(Part(part.number, group, part.params, part.rule))
+            self._rounds.append(round)
+        self.joint = any(each.preconditioner.joint for each in self._parts)
         self._params: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}
         self._sigmas: dict[int, float] = {}  # S by parameter, where sigma follows gradients
@@ -285,15 +293,16 @@ class _Closing:
         self._params = {name: param for name, param in chunk if any(arrived[name])}
         self._pending = {}
         for name in self._params:
-            dtype = self._source.kinds[state_key(name, "dual", 0)].dtype
-            self._pending[name] = torch.zeros_like(states[name]["dual.0"], dtype=dtype)
+            dual = states[name][state_key("dual", 0)]
+            dtype = self._source.kinds[node_key(name, "dual", 0)].dtype
+            self._pending[name] = torch.zeros_like(dual, dtype=dtype)
         add_pending(self._source, self._pending)
 
-    def settle(self, node: int, states: Mapping[str, State]) -> None:
+    def contribute(self, node: int, states: Mapping[str, State]) -> None:
         """Let a node contribute what it has not yet, as is right for it."""
         contents = self._source.contents
         rank, slot = divmod(node, contents.batches)
-        group, preconditioner = self._groups[rank], self._preconditioners[rank]
+        part = self._parts[rank]
         everyone = (2 << contents.batches) - 1  # one bit more: so have other ranks
         members = []
         for name, param in self._params.items():
@@ -301,28 +310,34 @@ class _Closing:
             missed = ~contents.arrived[name][rank] & 1 << slot
             state.update(pending=self._pending[name], arrived=everyone ^ missed)
             members.append(Member(param, None, state))
-        members = rounds.here(group, members, preconditioner)
-        rounds.settle(group, members, preconditioner)
-        if rounds.follows(group):
+        members = _held(part, members)
+        contribute_missing(part, members, self._rounds[rank])
+        if part.follows:
             for member in members:
-                key, share = id(member.origin), group["weights"][slot]
-                sigma = float(member.state[f"sigma.{slot}"])
+                key, share = id(member.origin), part.group["weights"][slot]
+                sigma = float(member.state[state_key("sigma", slot)])
                 self._sigmas[key] = self._sigmas.get(key, 0.0) + share * sigma
 
     def end(self, states: Mapping[str, State]) -> None:
         """Move the weights of what `begin` was told."""
         if not any(self._source.contents.took_part(self._number)):
             return
-        group = self._groups[0]
+        part = self._parts[0]
         members = [
             Member(param, None, {**states[name], "pending": self._pending[name]})
             for name, param in self._params.items()
         ]
-        members = rounds.here(group, members, self._preconditioners[0])
-        if rounds.follows(group):
-            totals = rounds.Totals({id(m.origin): self._sigmas[id(m.origin)] for m in members})
+        members = _held(part, members)
+        if part.follows:
+            totals = Totals({id(m.origin): self._sigmas[id(m.origin)] for m in members})
         else:
-            names = ("sigma", "rho")
-            sums = [sum(rounds.total(own, name) for own in self._groups) for name in names]
-            totals = rounds.Totals(*sums)
-        rounds.consensus(group, self._number, members, self._preconditioners[0], totals, None, {})
+            sigma = sum(each.total(each.sigmas) for each in self._parts)
+            totals = Totals(sigma, sum(each.total(each.rhos) for each in self._parts))
+        consensus(part, members, totals, None, {})
+
+
+def _held(part: Part, members: list[Member]) -> list[Member]:
+    """Return what this process holds of members, if that is how they are stepped."""
+    if not steps_parts(part.group, part.preconditioner):
+        return members
+    return [dtensor.part(member) for member in members]

@@ -1,0 +1,212 @@
+"""MISA's consensus over lists of tensors: the plain loop, and many parameters per call.
+
+`loop_step` is the specification, `foreach_step` the same with one call per operation. Both take
+parameters that are all matrices to be orthogonalised, or none of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpisa.algorithms import misa, nsisa
+from torchpisa.algorithms.pisa import Scalar
+from torchpisa.kernels import newton_schulz
+from torchpisa.kernels.foreach import blocks, like, write_back
+from torchpisa.kernels.job import Member, real
+from torchpisa.kernels.rounding import store
+
+__all__ = ["ConsensusJob", "foreach_step", "loop_step"]
+
+# State that is rounded when it is stored.
+_LARGE = ("dual", "rows", "moment")
+
+
+@dataclass(slots=True)
+class ConsensusJob:
+    """A consensus over some parameters of a group, all matrices or none of them.
+
+    Attributes:
+        members: the parameters, on one device and of one dtype.
+        grads: their gradients, added up over the batches, in the dtype to compute in; not to be
+            written to.
+        matrix: whether they are orthogonalised.
+        settings: their group.
+        lr: the learning rate.
+        weight_decay: what of it they have.
+        keep: nothing changes if this is False; None for True.
+    """
+
+    members: list[Member]
+    grads: list[Tensor]
+    matrix: bool
+    settings: Mapping[str, Any]
+    lr: Scalar
+    weight_decay: float
+    keep: Tensor | None
+
+
+def loop_step(job: ConsensusJob) -> None:
+    """Take the consensus, one parameter after the other."""
+    settings = job.settings
+    for member, grad in zip(job.members, job.grads, strict=True):
+        keep = job.keep if job.keep is None else job.keep.to(grad.device)
+        stored = {key: real(member.state[key]) for key in _LARGE if key in member.state}
+        state = {key: value.to(grad.dtype) for key, value in stored.items()}
+        step = _count(member, keep)
+        r = state["dual"] + grad
+        delta = misa.average(r, settings["momentum"])
+        u = misa.look_ahead(state["dual"], delta, settings["look_ahead"])
+        new = {"dual": state["dual"] + delta}
+        if not job.matrix:
+            p, new["moment"] = misa.scale_entries(
+                u, r, state["moment"], step, settings["beta"], settings["eps"]
+            )
+        else:
+            (o,) = _orthogonalized(settings, [member], [u])
+            if settings["row_beta"] is None:
+                p = misa.match_rms(o, *_shape(member))
+            else:
+                rows, numbers = state["rows"].flatten(1), (settings["row_beta"], settings["eps"])
+                p, rows = misa.normalize_rows(o, _row_squares(o, member), rows, step, *numbers)
+                new["rows"] = rows.view_as(state["rows"])
+            p = p.view_as(u)
+        w = real(member.param)
+        new["param"] = misa.move(w.to(grad.dtype), p, job.lr, job.weight_decay)
+        stored["param"], state["param"] = w, w.to(grad.dtype)
+        for key, value in new.items():
+            chosen = value if keep is None else torch.where(keep, value, state[key])
+            store(stored[key], chosen, settings["stochastic_rounding"])
+
+
+def foreach_step(job: ConsensusJob) -> None:
+    """Take the consensus, many parameters per call; for `keep` None."""
+    steps = [member.state["step"] for member in job.members]
+    torch._foreach_add_(steps, 1)
+    counts = [step.item() for step in steps] if steps[0].device.type == "cpu" else steps
+    columns = [
+        [real(member.param) for member in job.members],
+        [real(member.state["dual"]) for member in job.members],
+        job.grads,
+    ]
+    if job.matrix:
+        _matrices(job, columns, counts)
+        return
+    beta = job.settings["beta"]
+    roots = [(1 - beta**count) ** 0.5 for count in counts]
+    columns.append([real(member.state["moment"]) for member in job.members])
+    for indexes, (params, duals, grads, moments) in blocks(columns):
+        rs, us = _average(job, duals, grads)
+        moved = like(moments, rs[0].dtype)
+        torch._foreach_mul_(moved, beta)
+        torch._foreach_addcmul_(moved, rs, rs, 1 - beta)
+        write_back(moments, moved, job.settings["stochastic_rounding"])
+        scales = torch._foreach_sqrt(moved)
+        torch._foreach_div_(scales, [roots[index] for index in indexes])
+        torch._foreach_add_(scales, job.settings["eps"])
+        torch._foreach_div_(us, scales)
+        _move(job, params, us, 1.0)
+
+
+def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[Scalar]) -> None:
+    params, duals, grads = columns
+    settings, members = job.settings, job.members
+    _, us = _average(job, duals, grads)
+    os = _orthogonalized(settings, members, us)
+    shaped = [o.view_as(u) for o, u in zip(os, us, strict=True)]
+    if settings["row_beta"] is None:
+        torch._foreach_mul_(shaped, [max(_shape(member)) ** 0.5 for member in members])
+        _move(job, params, shaped, misa.RMS)
+        return
+    beta = settings["row_beta"]
+    rows = [real(member.state["rows"]) for member in members]
+    squares = [
+        _row_squares(o, member).view_as(row)
+        for o, member, row in zip(os, members, rows, strict=True)
+    ]
+    averages = like(rows, us[0].dtype)
+    torch._foreach_mul_(averages, beta)
+    torch._foreach_add_(averages, squares, alpha=1 - beta)
+    write_back(rows, averages, settings["stochastic_rounding"])
+    roots = torch._foreach_sqrt(averages)
+    torch._foreach_div_(roots, [(1 - beta**count) ** 0.5 for count in counts])
+    torch._foreach_add_(roots, settings["eps"])
+    torch._foreach_div_(shaped, roots)
+    _move(job, params, shaped, misa.RMS)
+
+
+def _average(
+    job: ConsensusJob, duals: list[Tensor], grads: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Update the duals, and return r and U."""
+    kept = job.settings["momentum"]
+    moved = like(duals, grads[0].dtype)
+    rs = list(torch._foreach_add(moved, grads))
+    us = list(torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (kept - 1)))
+    torch._foreach_add_(moved, rs, alpha=kept - 1)
+    write_back(duals, moved, job.settings["stochastic_rounding"])
+    return rs, us
+
+
+def _move(job: ConsensusJob, params: list[Tensor], ps: list[Tensor], scale: float) -> None:
+    """Decay the weights, and move them by lr times `scale` times P."""
+    ws, lr = like(params, ps[0].dtype), job.lr
+    if job.weight_decay:
+        torch._foreach_mul_(ws, 1 - lr * job.weight_decay)
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(ps, lr * scale)
+        torch._foreach_add_(ws, ps)
+    else:
+        torch._foreach_add_(ws, ps, alpha=lr * scale)
+    write_back(params, ws, job.settings["stochastic_rounding"])
+
+
+def _orthogonalized(
+    settings: Mapping[str, Any], members: list[Member], us: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return U V^T for each matrix U S V^T, as matrices; of sharded ones, the rows held here."""
+    dtype = settings["ns_dtype"]
+    if isinstance(dtype, str):
+        dtype = newton_schulz.fast_dtype([member.origin for member in members])
+
+    def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
+        if settings["foreach"] is False:
+            return [nsisa.newton_schulz(each, settings["ns_steps"], dtype) for each in matrices]
+        return newton_schulz.orthogonalize(matrices, settings["ns_steps"], dtype)
+
+    if members[0].whole is not None:
+        from torchpisa.distributed import dtensor
+
+        wholes = [member.origin for member in members]
+        return [o.flatten(1) for o in dtensor.solve(us, wholes, solve)]
+    return solve([u.flatten(1) for u in us])
+
+
+def _row_squares(o: Tensor, member: Member) -> Tensor:
+    """Return the mean square of each row, (rows, 1), also where columns are elsewhere."""
+    squares: Tensor = torch.linalg.vector_norm(o, dim=1, keepdim=True).square()
+    if member.whole is not None:
+        from torchpisa.distributed import dtensor
+
+        squares = dtensor.summed(squares, dtensor.groups_of_columns(member.whole))
+    return squares / _shape(member)[1]
+
+
+def _shape(member: Member) -> tuple[int, int]:
+    """Return rows and columns of the whole matrix."""
+    whole = member.origin
+    return whole.size(0), whole.numel() // whole.size(0)
+
+
+def _count(member: Member, keep: Tensor | None) -> Scalar:
+    """Count the step and return how many there were."""
+    step: Tensor = member.state["step"]
+    if keep is None:
+        step.add_(1)
+        return step.item() if step.device.type == "cpu" else step
+    if step.device != keep.device:
+        step = member.state["step"] = step.to(keep.device)
+    # One that has been skipped from the start has nothing to correct for.
+    return step.add_(keep).clamp(min=1)

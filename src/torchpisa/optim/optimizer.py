@@ -1,0 +1,382 @@
+"""What all optimizers here share: rounds of batches, parameter groups, state and checkpoints."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from torchpisa.checks import check_count, check_range
+from torchpisa.kernels.job import Member, check_shapes
+from torchpisa.optim import arguments, nonfinite, report, state, traced
+from torchpisa.optim.guard import Guard
+from torchpisa.optim.part import Group
+from torchpisa.optim.round import Round
+from torchpisa.optim.undo import Undo
+from torchpisa.torch_private import disable_dynamo
+
+__all__ = ["RoundOptimizer"]
+
+# torch's own kinds of parameters; anything else may be sharded.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class RoundOptimizer(Optimizer):
+    """A torch optimizer that takes one batch per step and moves the weights once per round.
+
+    A step is `_take` for its batch; the last of a round also calls `_close`. Subclasses define
+    these two, what a parameter's state is, and how settings are checked.
+
+    Attributes:
+        round: where the round stands.
+        observers: called at the end of every round; neither copied nor saved.
+    """
+
+    # GradScaler then calls step() even when it found infinities, so that a skipped batch uses up
+    # its slot and the batches after it stay with their own duals.
+    _step_supports_amp_scaling = True
+
+    # Settings with one value for the whole optimizer: a round is a round of all parameters.
+    shared: ClassVar[tuple[str, ...]] = ("batches", "weights", "clip", "nonfinite")
+    # The state by which a parameter is known to have any.
+    _dual_key: ClassVar[str]
+
+    observers: tuple[Callable[[], None], ...] = ()
+
+    def __init__(self, params: ParamsT, defaults: Group) -> None:
+        self.round = Round()
+        self.start_afresh()
+        super().__init__(params, defaults)
+
+    def start_afresh(self) -> None:
+        """Drop what belongs to this object and these tensors, and is never saved."""
+        self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
+        self._watch = nonfinite.Watch()
+        self._guard = Guard()
+        self.life = traced.register(self)
+
+    # Where it stands
+
+    @property
+    def batches(self) -> int:
+        """The number of batches in a round; with a process group, of this rank's."""
+        return int(self.defaults["batches"])
+
+    @property
+    def iteration(self) -> int:
+        """Rounds done, that is, how often the weights have moved."""
+        return self.round.iteration
+
+    @property
+    def batch(self) -> int:
+        """The slot that the next `step()` uses if it is not told one."""
+        return self.round.free(self.batches)[0]
+
+    @property
+    def synced(self) -> bool:
+        """Whether no round is open: the last `step()` moved the weights."""
+        return not self.round.used
+
+    def memory(self) -> report.Memory:
+        """Return the bytes of state: in total, per parameter and by name."""
+        return report.memory(self.state, self.param_groups)
+
+    # The step
+
+    @overload
+    def step(self, closure: None = None, *, batch: int | None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], *, batch: int | None = None) -> float: ...
+
+    def step(
+        self, closure: Callable[[], float] | None = None, *, batch: int | None = None
+    ) -> float | None:
+        """Take the gradients of one batch; the last batch of a round also moves the weights.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            batch: slot, from 0, of the batch that the gradients belong to. By default the first
+                one that is free in this round.
+
+        Raises:
+            ValueError: the slot does not exist or was used in this round, or a gradient is sparse.
+            FloatingPointError: a gradient is not finite and `nonfinite="raise"`; on a GPU, that of
+                an earlier step.
+        """
+        if closure is None and torch.compiler.is_compiling():
+            traced.step(self._params, self.life, batch)
+            return None
+        return self._step(closure, batch)
+
+    @disable_dynamo
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
+        self._report_nonfinite()
+        slot = self._claim(batch)
+        for group in self.param_groups:  # before a batch's dual has changed
+            lr = group["lr"]
+            if not isinstance(lr, Tensor) and not (type(lr) is float and 0 <= lr < torch.inf):
+                check_range("lr", lr, 0, high_open=True)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        members = self._members(slot)
+        with Undo(self, self._to_copy(members)):
+            self._take(slot, members)
+            complete = self._use_up(slot, members)
+        if complete:
+            self._end_round(members)
+        return loss
+
+    @torch.no_grad()
+    def skip(self, *, batch: int | None = None) -> None:
+        """Use up the slot of a batch that is absent from this round.
+
+        It contributes its dual: it counts as if its gradient were the average of its past.
+
+        Args:
+            batch: slot, from 0. By default the first one that is free in this round.
+        """
+        self._report_nonfinite()
+        slot = self._claim(batch)
+        members = self._members(slot)
+        with Undo(self, self._to_copy(members)):
+            self._open()
+            complete = self._use_up(slot, members)
+        if complete:
+            self._end_round(members)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Close an incomplete round as if all other batches had been skipped.
+
+        Does nothing between rounds. With a process group, all ranks call it or none.
+        """
+        self._report_nonfinite(wait=True)
+        if not self.synced:
+            members = self._members()
+            with Undo(self, self._to_copy(members)):
+                self._close(members)
+            self._end_round(members)
+
+    @abstractmethod
+    def _take(self, slot: int, members: list[list[Member]]) -> None:
+        """Use the gradients of a batch, and note in `round` whether it takes part."""
+
+    @abstractmethod
+    def _close(self, members: list[list[Member]]) -> None:
+        """Move the weights by what the batches of the round have contributed."""
+
+    def _open(self) -> None:
+        """Begin a round, unless it has begun. Wrong input has raised by now."""
+
+    def _to_copy(self, members: list[list[Member]]) -> list[Member]:
+        """Return the parameters whose values must be put back if a step fails half-way."""
+        return []
+
+    def _use_up(self, slot: int, members: list[list[Member]]) -> bool:
+        """Note that a slot was used, and close the round if it was the last one."""
+        self.round.used.add(slot)
+        complete = len(self.round.used) == self.batches
+        if complete:
+            self._close(members)
+        return complete
+
+    def _end_round(self, members: list[list[Member]]) -> None:
+        """Begin the next round, look after the weights, and tell observers."""
+        self.round.begin_next()
+        self._guard.look(self.iteration, self._params, self._remedy)
+        for observe in self.observers:
+            observe()
+
+    @property
+    def _remedy(self) -> str:
+        """What to change if the training diverges."""
+        return "lower lr"
+
+    def _claim(self, batch: int | None) -> int:
+        free = self.round.free(self.batches)
+        if batch is None:
+            return free[0]
+        check_count("batch", batch, 0)
+        if batch not in free:
+            problem = "was used in this round" if batch < self.batches else "does not exist"
+            raise ValueError(
+                f"batch must be one of the free slots {free}, got {batch}, "
+                f"which {problem} (batches={self.batches})"
+            )
+        return batch
+
+    def _report_nonfinite(self, wait: bool = False) -> None:
+        if self._watch.waits:
+            self._watch.report(lambda params: nonfinite.named(params, self.param_groups), wait)
+
+    # Parameters and their state
+
+    def _members(self, slot: int | None = None) -> list[list[Member]]:
+        """Return the parameters that have, or now get, state; by group.
+
+        Args:
+            slot: the batch whose step is next; None if the round is only to be closed.
+        """
+        return [
+            [m for p in group["params"] if (m := self.member(p, p.grad, group)) is not None]
+            for group in self.param_groups
+        ]
+
+    def member(self, param: Tensor, grad: Tensor | None, group: Group) -> Member | None:
+        """Return a parameter with its state, which it gets with its first gradient.
+
+        Args:
+            param: the parameter.
+            grad: its gradient; None for zero.
+            group: its group.
+
+        Returns:
+            What this process holds of it; None if it has neither state nor a gradient.
+        """
+        state = self.state.get(param)
+        if not state or self._dual_key not in state:
+            if grad is None:
+                return None
+            state = self.state[param]
+            state.update(self.fresh_state(param, group))
+        dual: Tensor = state[self._dual_key]
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(
+                f"gradients must be dense, got {grad.layout} for a parameter of shape "
+                f"{tuple(param.shape)}; give nn.Embedding sparse=False"
+            )
+        if dual.shape != param.shape or (grad is not None and grad.shape != param.shape):
+            check_shapes([Member(param, grad, state)], [self._dual_key])
+        # Numbers of devices, -1 for the CPU, are had for less than devices.
+        if dual.get_device() != param.get_device():
+            _move_state(state, param.device)
+        if type(param) in _PLAIN:
+            return Member(param, grad, state)
+        return self._local(Member(param, grad, state), group)
+
+    def _local(self, member: Member, group: Group) -> Member:
+        """Return what this process holds of a parameter that may be sharded."""
+        from torchpisa.distributed import dtensor
+
+        return dtensor.part(member)
+
+    def has_state(self, param: Tensor) -> bool:
+        """Return whether a parameter has state of this optimizer, not only what others put there."""
+        return self._dual_key in self.state.get(param, ())
+
+    @abstractmethod
+    def fresh_state(self, param: Tensor, group: Group, batches: int | None = None) -> Group:
+        """Return the state that a parameter starts with.
+
+        Args:
+            param: the parameter.
+            group: its group.
+            batches: for so many batches; by default the optimizer's.
+        """
+
+    def init_state(self, param: Tensor, group: Group) -> None:
+        """Give a parameter the state that it starts with."""
+        self.state[param].update(self.fresh_state(param, group))
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a parameter group; it joins the round where that stands."""
+        legal = {*self.defaults, *arguments.FOREIGN_KEYS}
+        arguments.reject_unknown(param_group, legal, "a parameter group")
+        first = self.param_groups[0] if self.param_groups else self.defaults
+        for name in self.shared:
+            if param_group.get(name, first[name]) != first[name]:
+                raise ValueError(
+                    f"{name} must be the same for all parameter groups ({first[name]!r}), "
+                    f"got {param_group[name]!r}"
+                )
+        given = arguments.in_form(param_group, self.defaults)
+        group = {**self.defaults, **given, **{name: first[name] for name in self.shared}}
+        self._check_group(group)
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        try:
+            for param in added["params"]:
+                if not (param.is_floating_point() or param.is_complex()):
+                    raise ValueError(f"params must be floating point or complex, got {param.dtype}")
+            self._prepare(added)
+        except Exception:
+            self.param_groups.pop()
+            for param in added["params"]:
+                self.state.pop(param, None)
+            raise
+        self._params += added["params"]
+
+    @abstractmethod
+    def _check_group(self, group: Group) -> None:
+        """Raise ValueError if a setting of a group, whose parameters may be missing, is wrong."""
+
+    def _prepare(self, group: Group) -> None:
+        """Check that a new group's parameters can be stepped, and give them their state."""
+        for param in group["params"]:
+            if param.requires_grad:
+                self.init_state(param, group)
+
+    # Copies and checkpoints
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "round": self.round}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.start_afresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state_dict; functions and preconditioners stay out of it.
+
+        It may be taken in the middle of a round; a run resumed from it goes on bit for bit.
+        """
+        return state.packed(super().state_dict(), self.round)
+
+    @disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the same kind of optimizer with the same number of batches.
+
+        Hooks see it first; then every entry of it is checked, and if one does not fit, nothing has
+        changed. Tensors keep the dtype that they were saved with, counters are float32.
+
+        Raises:
+            ValueError: an entry, which the message names, does not fit.
+        """
+        given: Any = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for prepare in self._optimizer_load_state_dict_pre_hooks.values():
+            prepared = prepare(self, given)
+            given = given if prepared is None else prepared
+        self.__setstate__(state.unpacked(given, self, self._check_loaded)._asdict())
+        for finish in self._optimizer_load_state_dict_post_hooks.values():
+            finish(self)
+
+    def converted(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state_dict of an earlier version as this one writes it."""
+        return state_dict
+
+    def _check_loaded(self, group: Group) -> None:
+        """Raise ValueError if the optimizer could not have been made with a group, or not step."""
+        arguments.check_shared(group)
+        self._check_group(group)
+
+
+def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
+    """Return the names of a group's parameters, None for those without."""
+    names: Sequence[str | None] | None = group.get("param_names")
+    return [None] * len(group["params"]) if names is None else names
+
+
+def _move_state(state: Group, device: torch.device) -> None:
+    """Move the state of a parameter that was moved, as by `model.cuda()` after construction."""
+    for key, value in state.items():
+        # Counters stay on the CPU, where they cost nothing; kernels fetch them from there.
+        is_counter = key.partition(".")[0] == "step"
+        if isinstance(value, Tensor) and (device.type == "cpu" or not is_counter):
+            state[key] = value.to(device)
