@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchpisa.optim.base import ConsensusOptimizer
 
 from torchpisa.algorithms import nsisa
 from torchpisa.optim import rounds
-from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.preconditioners import NewtonSchulz
 
 State = dict[Any, dict[str, Tensor]]

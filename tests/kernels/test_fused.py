@@ -12,8 +12,8 @@ from tests.kernels.given import NSISA, SISA
 from tests.kernels.test_foreach import SHAPES, TOLERANCE, nsisa, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
 from torchpisa import PISA
-from torchpisa.kernels import fused, table
 from torchpisa.kernels.optional import without_triton
+from torchpisa.kernels.triton import plan, table
 from torchpisa.preconditioners import Hessian, SpectralConsensus
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True, scope="module")
 def _interpreted():
     patch = pytest.MonkeyPatch()
-    patch.setattr(fused, "DEVICES", ["cuda", "cpu"])
+    patch.setattr(plan, "DEVICES", ["cuda", "cpu"])
     yield
     patch.undo()
 

@@ -11,7 +11,8 @@ from torch import nn
 from tests.kernels.given import SISA
 from tests.kernels.test_foreach import SHAPES, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
-from torchpisa.kernels import blocked, loop, native
+from torchpisa.kernels.cpu import native
+from torchpisa.kernels.loop import Loop
 
 needs_compiler = pytest.mark.skipif(native._library() is None, reason="needs a C compiler")
 
@@ -20,7 +21,7 @@ needs_compiler = pytest.mark.skipif(native._library() is None, reason="needs a C
 def _for_small_models():
     """Threads for few elements too."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(native, "LEAST", 1)
+    patch.setattr(native, "_LEAST_FOR_THREADS", 1)
     yield
     patch.undo()
 
@@ -78,26 +79,26 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "'cc", "", shutil.which("false")])
 def test_without_a_compiler(compiler, monkeypatch):
-    """SISA has another fused kernel; what has none says so when asked for, and does without."""
+    """Who asks for the kernel hears that there is none; who does not never calls a compiler."""
     if compiler is None:
         pytest.skip("there is no program `false`")
     native._library.cache_clear()
     monkeypatch.setenv("CC", compiler)
     try:
         assert native._library() is None
-        calls = []
-        real = blocked.local_step
-        monkeypatch.setattr(blocked, "local_step", lambda job: (calls.append(1), real(job)))
         p = nn.Parameter(torch.ones(5))
-        p.grad = torch.ones(5)
-        SISA([p], fused=True).step()
-        SISA([p]).step()
-        assert len(calls) == 2
-        SISA([p], scheme="adagrad").step()
         with pytest.raises(ValueError, match="fused=True is not possible: no C compiler"):
-            SISA([p], scheme="adagrad", fused=True)
+            SISA([p], sigma=0.5, rho=1e3, fused=True)
     finally:
         native._library.cache_clear()
+
+
+def test_no_compiler_runs_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(native, "_library", lambda: pytest.fail("compiled"))
+    p = nn.Parameter(torch.ones(2**21))
+    p.grad = torch.ones(2**21)
+    SISA([p], sigma=0.5, rho=1e3).step()
+    SISA([p]).step()
 
 
 @pytest.mark.parametrize("elements", [5, 2**20])
@@ -110,9 +111,9 @@ def test_tensor_subclasses_take_the_plain_loop(elements, monkeypatch):
     p = nn.Parameter(torch.ones(elements).as_subclass(Other))
     p.grad = torch.ones(elements)
     calls = []
-    real = loop.local_step
-    monkeypatch.setattr(loop, "local_step", lambda job: (calls.append(1), real(job)))
+    real = Loop.local_step
+    monkeypatch.setattr(Loop, "local_step", lambda self, job: (calls.append(1), real(self, job)))
     SISA([p]).step()
     assert calls == [1]
     with pytest.raises(ValueError, match="fused=True is not possible: a parameter is a"):
-        SISA([p], fused=True)
+        SISA([p], sigma=0.5, rho=1e3, fused=True)

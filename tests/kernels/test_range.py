@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from torchpisa import MISA, NSISA, PISA, SISA
-from torchpisa.kernels import fused, native
+from torchpisa.kernels.cpu import native
 from torchpisa.kernels.optional import without_triton
+from torchpisa.kernels.triton import plan
 from torchpisa.penalty import LARGEST_SIGMA, grown
 from torchpisa.preconditioners import Identity, Preconditioner, Spectral, SpectralConsensus
 
@@ -43,7 +44,7 @@ def make(kind, way, monkeypatch, dtype=torch.float32, **more):
     if way == "triton":
         if without_triton() is not None:
             pytest.skip("needs Triton")
-        monkeypatch.setattr(fused, "DEVICES", ["cuda", "cpu"])
+        monkeypatch.setattr(plan, "DEVICES", ["cuda", "cpu"])
     if way == "native" and native._library() is None:
         pytest.skip("needs a C compiler")
     if ("preconditioner" in own and "fused" in WAYS[way]) or (cls is NSISA and way == "native"):

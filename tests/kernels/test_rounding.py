@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.kernels.given import NSISA, SISA
-from torchpisa.kernels import fused
 from torchpisa.kernels.rounding import store
+from torchpisa.kernels.triton import plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -35,7 +35,7 @@ def test_store_leaves_what_needs_no_rounding():
 def kernel(request, monkeypatch):
     if request.param == "fused":
         pytest.importorskip("triton", minversion="3.3")
-        monkeypatch.setattr(fused, "DEVICES", ["cuda", "cpu"])
+        monkeypatch.setattr(plan, "DEVICES", ["cuda", "cpu"])
         return {"fused": True}
     return {"fused": False, "foreach": request.param == "foreach"}
 

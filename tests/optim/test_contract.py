@@ -118,7 +118,7 @@ def test_settings_that_are_tensors_are_saved():
     b.load_state_dict(torch.load(file, weights_only=True))
     own, saved = b.param_groups[0], a.param_groups[0]
     assert own["lr"] == 0.5
-    assert own["kept"].tolist() == [True, False]
+    assert b.round.kept.tolist() == [True, False]
     assert (own["sigma"], own["rho"]) == (saved["sigma"], saved["rho"])
 
 
@@ -371,7 +371,8 @@ def test_add_param_group_in_mid_round(entry):
         opt.step()
     opt.add_param_group({"params": [b]})
     position = opt.batch
-    assert all(g["iteration"] == 1 for g in opt.param_groups)
+    assert opt.iteration == 1
+    assert all(g["iteration"] == 1 for g in opt.state_dict()["param_groups"])
     while opt.iteration < 2:
         a.grad = b.grad = torch.ones(2, 2)
         opt.step()
@@ -488,15 +489,18 @@ def test_effective_reports_the_momentum_picture():
     assert report.stable_curvature.min == pytest.approx(float(2 / 3 * (2 + 8 * q[0]) / 0.5))
 
 
-def test_nsisa_splits_matrices_from_the_rest():
+def test_nsisa_steps_matrices_and_the_rest_of_a_group_by_rules_of_their_own():
     model = network()
     opt = NSISA(model.parameters(), sigma=50.0, sisa_sigma=0.5)
-    matrices, rest = opt.param_groups
-    assert all(p.dim() >= 2 for p in matrices["params"])
-    assert all(p.dim() < 2 for p in rest["params"])
-    assert (matrices["sigma"], rest["sigma"]) == ([50.0], [0.5])
-    assert "momentum.0" in opt.state[matrices["params"][0]]
-    assert "moment.0" in opt.state[rest["params"][0]]
+    (group,) = opt.param_groups
+    assert group["params"] == list(model.parameters())
+    for p in group["params"]:
+        assert ("momentum.0" in opt.state[p], "moment.0" in opt.state[p]) == (
+            p.dim() >= 2,
+            p.dim() < 2,
+        )
+    matrices, rest = opt.effective()
+    assert (matrices.step, rest.step) == (1 / 50, 1 / 0.5)
 
 
 def test_numpy_numbers_become_plain_floats(tmp_path):

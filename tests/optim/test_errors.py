@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import typing
 
 import pytest
 import torch
@@ -197,6 +198,22 @@ def test_loading_what_does_not_fit(make, message):
     assert_unchanged(opt, before)
 
 
+@pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
+def test_unknown_arguments(cls):
+    """Python refuses them, and every argument is shown to help() and to type checkers."""
+    p = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sgima'"):
+        cls([p], sgima=1.0)
+    with pytest.raises(
+        ValueError, match=r"unknown argument mometum=0\.9 .* did you mean 'momentum'"
+    ):
+        NSISA([{"params": [p], "mometum": 0.9}])
+    kinds = {p.kind for p in inspect.signature(cls).parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+    hints = typing.get_type_hints(cls.__init__)
+    assert {"lr", "batches", "foreach", "nonfinite"} <= hints.keys()
+
+
 def test_split_names_unknown_heads():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"head must name modules of the model, got 'lm_head'"):
@@ -204,7 +221,7 @@ def test_split_names_unknown_heads():
 
 
 def test_orthogonalize_needs_matrices():
-    with pytest.raises(ValueError, match=r"matrix must be False .* of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"matrix must be None or False .* of shape \(3,\)"):
         NSISA([{"params": [nn.Parameter(torch.ones(3))], "matrix": True}])
 
 

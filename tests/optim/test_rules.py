@@ -389,14 +389,15 @@ class TestGroupsOfNSISA:
             NSISA([{"params": self.params(), "sigma": 40.0}]),
             NSISA(self.params(), sigma=40.0),
         ):
-            assert [group["sigma"] for group in opt.param_groups] == [[40.0], None]
+            (group,) = opt.param_groups
+            assert (group["sigma"], group["sisa_sigma"]) == ([40.0], None)
 
     def test_a_tensor_lr_is_reduced_once(self):
         opt = NSISA(self.params(), lr=torch.tensor(1.0))
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0)
         scheduler.step(1.0)
         scheduler.step(2.0)
-        assert [float(group["lr"]) for group in opt.param_groups] == [0.5, 0.5]
+        assert [float(group["lr"]) for group in opt.param_groups] == [0.5]
 
     def test_an_empty_group_stays_a_group(self):
         opt = NSISA([{"params": []}, {"params": self.params()[:1]}])
@@ -411,8 +412,43 @@ class TestGroupsOfNSISA:
         with pytest.raises(ValueError, match="params must be"):
             opt.add_param_group({"params": [matrix, torch.zeros(2, dtype=torch.long)]})
         assert len(opt.state) == before
-        assert len(opt.param_groups) == 2
+        assert len(opt.param_groups) == 1
         opt.state_dict()
+
+    def test_groups_stay_the_users(self):
+        """Number, order and settings: what schedulers with one function per group need."""
+        matrix, vector = self.params()
+        groups = [{"params": [vector], "lr": 0.5}, {"params": [matrix, vector.clone().detach()]}]
+        opt = NSISA(groups)
+        assert [len(group["params"]) for group in opt.param_groups] == [1, 2]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, [lambda _: 0.5, lambda _: 2.0])
+        assert [group["lr"] for group in opt.param_groups] == [0.25, 2.0]
+        assert len(scheduler.base_lrs) == 2
+
+    @pytest.mark.parametrize("sisa_sigma", [None, 0.5])
+    def test_a_checkpoint_with_split_groups_is_put_together(self, sisa_sigma):
+        """Versions before 0.2 wrote a group of matrices and one of the rest for each group."""
+        vector, matrix = self.params()[::-1]
+        opt = NSISA([vector, matrix], sisa_sigma=sisa_sigma)
+        for _ in range(3):
+            for p in (vector, matrix):
+                p.grad = torch.ones_like(p)
+            opt.step()
+        new = opt.state_dict()
+        (group,) = new["param_groups"]
+        rest = {"sigma": group["sisa_sigma"], "rho": group["sisa_rho"], "matrix": False}
+        old = {
+            # Numbered by group: the matrix first.
+            "state": {0: new["state"][1], 1: new["state"][0]},
+            "param_groups": [
+                {**group, "matrix": True, "params": [0]},
+                {**group, **rest, "params": [1]},
+            ],
+        }
+        other = NSISA([p.detach().clone().requires_grad_() for p in (vector, matrix)])
+        other.load_state_dict(old)
+        torch.testing.assert_close(other.state_dict()["state"], new["state"], rtol=0, atol=0)
+        assert other.state_dict()["param_groups"] == [group]
 
 
 @pytest.mark.parametrize("make", [SISA, NSISA, PISA])

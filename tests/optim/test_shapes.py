@@ -7,9 +7,13 @@ from torch import nn
 from tests.optim.table import ENTRIES
 from tests.optim.test_errors import assert_unchanged, snapshot
 from torchpisa import MISA, SISA
-from torchpisa.kernels import blocked, foreach, fused, loop, native
+from torchpisa.kernels.cpu import native
+from torchpisa.kernels.cpu.native import NATIVE
+from torchpisa.kernels.foreach import FOREACH
 from torchpisa.kernels.job import LocalJob, Member
+from torchpisa.kernels.loop import LOOP
 from torchpisa.kernels.optional import without_triton
+from torchpisa.kernels.triton import plan
 from torchpisa.preconditioners import SecondMoment
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -48,10 +52,11 @@ def test_gradient_of_another_shape(entry, way):
     assert_unchanged(opt, before)
 
 
+@pytest.mark.skipif(native._library() is None, reason="needs a C compiler")
 def test_many_elements_take_no_foreign_memory():
-    """By default a million elements are stepped in C, where nothing else looks at sizes."""
+    """A million elements are stepped by several threads, where nothing else looks at sizes."""
     p = nn.Parameter(torch.randn(2**20))
-    opt = SISA([p])
+    opt = SISA([p], sigma=0.5, rho=1e3, fused=True)
     p.grad = torch.randn(2**20)
     opt.step()
     p.grad = None
@@ -83,14 +88,13 @@ def broken_job(key, shape):
 
 
 def step_fused(job):
-    fused.find({}, "key", job.members, job.preconditioner, 0)
+    plan.find({}, "key", job.members, job.preconditioner, 0)
 
 
 KERNELS = {
-    "loop": loop.local_step,
-    "foreach": foreach.local_step,
-    "native": native.local_step,
-    "blocked": blocked.local_step,
+    "loop": LOOP.local_step,
+    "foreach": FOREACH.local_step,
+    "native": NATIVE.local_step,
     "fused": step_fused,
 }
 
@@ -105,7 +109,7 @@ def test_every_kernel_compares_shapes(kernel, key, shape, monkeypatch):
     if kernel == "fused":
         if without_triton() is not None:
             pytest.skip("needs Triton")
-        monkeypatch.setattr(fused, "DEVICES", ["cuda", "cpu"])
+        monkeypatch.setattr(plan, "DEVICES", ["cuda", "cpu"])
     job = broken_job(key, shape)
     held = {k: v.clone() for k, v in job.members[0].state.items() if k != "arrived"}
     with pytest.raises(ValueError, match="shape"):
@@ -117,10 +121,10 @@ def test_every_kernel_compares_shapes(kernel, key, shape, monkeypatch):
 @pytest.mark.skipif(without_triton() is not None, reason="needs Triton")
 def test_fused_kernels_take_state_of_one_dtype_only(monkeypatch):
     """They read all of it by the dtype of the dual."""
-    monkeypatch.setattr(fused, "DEVICES", ["cuda", "cpu"])
+    monkeypatch.setattr(plan, "DEVICES", ["cuda", "cpu"])
     job = broken_job("moment.0", (9,))
     job.members[0].state["moment.0"] = torch.zeros(9, dtype=torch.bfloat16)
-    found = fused.find({}, "key", job.members, job.preconditioner, 0)
+    found = plan.find({}, "key", job.members, job.preconditioner, 0)
     assert found == "state of one parameter is of several dtypes"
 
 

@@ -8,7 +8,7 @@ import torch
 import torchpisa
 from tests.theory.data import batches, problem
 from torchpisa.algorithms import pisa
-from torchpisa.kernels import foreach
+from torchpisa.kernels.foreach import Foreach
 from torchpisa.preconditioners import Hessian, Identity, Preconditioner, SecondMoment
 from torchpisa.theory import LeastSquares, certify, constants_of
 
@@ -230,12 +230,12 @@ def test_wrong_sign_in_the_dual_is_found(monkeypatch):
 
 
 def test_wrong_consensus_is_found(monkeypatch):
-    right = foreach.consensus
+    right = Foreach.consensus
 
-    def wrong(members, move, keep):
-        right(members, move._replace(consensus_decay=0.0), keep)
+    def wrong(self, members, move, keep):
+        right(self, members, move._replace(consensus_decay=0.0), keep)
 
-    monkeypatch.setattr(foreach, "consensus", wrong)
+    monkeypatch.setattr(Foreach, "consensus", wrong)
     certificate = certify(problem("least squares"), iterations=5, start=torch.ones(4))
     assert not certificate["updates"].holds
 

@@ -204,7 +204,7 @@ def _store(
         if own["arrived"]:
             total = total + real(own["pending"]).to(total.dtype)
         store(real(own["pending"]), total, job.stochastic_rounding)
-    own["arrived"] |= 1 << job.slot
+        own["arrived"] |= 1 << job.slot
 
 
 def _keep(job: LocalJob, dual: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
 """MISA: one learning rate in AdamW's terms, matrices orthogonalised at the consensus. Ours."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -231,21 +231,27 @@ class MISA(RoundOptimizer):
 
     _dual_key = "dual"
 
-    def fresh_state(self, param: Tensor, group: Group, batches: int | None = None) -> Group:
-        """Return the state of a parameter before its first step, for any number of batches."""
-        dtype = param.dtype
-        if not dtype.is_complex:
-            dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
-        state: Group = {"dual": torch.zeros_like(param, dtype=dtype, requires_grad=False)}
-        if not _is_orthogonalized(param, group):
-            state["moment"] = torch.zeros_like(state["dual"])
-        elif group["row_beta"] is not None:
-            # (rows, 1, ...), so that it is sharded with the rows of its parameter.
-            narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
-            state["rows"] = state["dual"][narrow].clone()
-        device = param.device if group["capturable"] else "cpu"
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        return state
+    def fresh_state(self, group: Group, batches: int | None = None) -> Callable[[Tensor], Group]:
+        """Return a function that makes a parameter's first state, for any number of batches."""
+        pairs = zip(group["params"], names_of(group), strict=True)
+        names = {id(param): name for param, name in pairs}
+
+        def make(param: Tensor) -> Group:
+            dtype = param.dtype
+            if not dtype.is_complex:
+                dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
+            state: Group = {"dual": torch.zeros_like(param, dtype=dtype, requires_grad=False)}
+            if not _is_orthogonalized(param, group, names[id(param)]):
+                state["moment"] = torch.zeros_like(state["dual"])
+            elif group["row_beta"] is not None:
+                # (rows, 1, ...), so that it is sharded with the rows of its parameter.
+                narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
+                state["rows"] = state["dual"][narrow].clone()
+            device = param.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            return state
+
+        return make
 
     def _check_group(self, group: Group) -> None:
         check_range("lr", group["lr"], 0, high_open=True)
@@ -348,13 +354,11 @@ def _clip(members: list[list[Member]], gradients: list[list[Tensor]], clip: floa
             grads[i] = s * grad + (s - 1) * real(member.state["dual"]).to(grad.dtype)
 
 
-def _is_orthogonalized(param: Tensor, group: Group) -> bool:
+def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:
     if group["matrix"] is not None or not is_matrix(param):
         return bool(group["matrix"]) and is_matrix(param)
     if param.size(0) == 1 or param.numel() == param.size(0):  # a single row or column
         return False
-    names = names_of(group)
-    name = next(n for n, other in zip(names, group["params"], strict=True) if other is param)
     return not looks_like_embedding(name, param)
 
 

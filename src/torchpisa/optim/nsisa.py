@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,14 +14,11 @@ from torchpisa.kernels import newton_schulz
 from torchpisa.optim import arguments
 from torchpisa.optim.param_groups import is_matrix
 from torchpisa.optim.part import Group, Part, Rule
+from torchpisa.optim.peers import DeviceMesh, ProcessGroup
 from torchpisa.optim.pisa import PISA
 from torchpisa.optim.sisa import SISA, fill_in
 from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import NewtonSchulz
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["NSISA"]
 
@@ -169,7 +166,7 @@ class NSISA(PISA):
         stochastic_rounding: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | None = None,
-        process_group: "ProcessGroup | DeviceMesh | None" = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         settings = arguments.of_constructor(locals())

@@ -244,8 +244,8 @@ class RoundOptimizer(Optimizer):
         if not state or self._dual_key not in state:
             if grad is None:
                 return None
+            self.init_state([param], group)
             state = self.state[param]
-            state.update(self.fresh_state(param, group))
         dual: Tensor = state[self._dual_key]
         if grad is not None and grad.layout is not torch.strided:
             raise ValueError(
@@ -268,22 +268,23 @@ class RoundOptimizer(Optimizer):
         return dtensor.part(member)
 
     def has_state(self, param: Tensor) -> bool:
-        """Return whether a parameter has state of this optimizer, not only what others put there."""
+        """Return whether a parameter has this optimizer's state, not only what others put there."""
         return self._dual_key in self.state.get(param, ())
 
     @abstractmethod
-    def fresh_state(self, param: Tensor, group: Group, batches: int | None = None) -> Group:
-        """Return the state that a parameter starts with.
+    def fresh_state(self, group: Group, batches: int | None = None) -> Callable[[Tensor], Group]:
+        """Return a function that makes the state that a parameter of a group starts with.
 
         Args:
-            param: the parameter.
-            group: its group.
+            group: the group.
             batches: for so many batches; by default the optimizer's.
         """
 
-    def init_state(self, param: Tensor, group: Group) -> None:
-        """Give a parameter the state that it starts with."""
-        self.state[param].update(self.fresh_state(param, group))
+    def init_state(self, params: Sequence[Tensor], group: Group) -> None:
+        """Give parameters of a group the state that they start with."""
+        fresh = self.fresh_state(group)
+        for param in params:
+            self.state[param].update(fresh(param))
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group; it joins the round where that stands."""
@@ -319,9 +320,7 @@ class RoundOptimizer(Optimizer):
 
     def _prepare(self, group: Group) -> None:
         """Check that a new group's parameters can be stepped, and give them their state."""
-        for param in group["params"]:
-            if param.requires_grad:
-                self.init_state(param, group)
+        self.init_state([param for param in group["params"] if param.requires_grad], group)
 
     # Copies and checkpoints
 

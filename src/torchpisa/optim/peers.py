@@ -1,7 +1,7 @@
 """What an optimizer knows of other processes; `torchpisa.distributed` implements it."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,14 @@ from torchpisa.kernels.job import Member
 from torchpisa.optim.part import Part
 from torchpisa.optim.round import Round
 
-__all__ = ["Peers"]
+# Not every build of torch has these, and type hints must be resolved in all of them.
+if TYPE_CHECKING or torch.distributed.is_available():
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+else:
+    ProcessGroup = DeviceMesh = Any
+
+__all__ = ["DeviceMesh", "Peers", "ProcessGroup"]
 
 
 class Peers(Protocol):

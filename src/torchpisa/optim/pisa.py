@@ -1,8 +1,8 @@
 """PISA, Algorithm 1, as a torch optimizer. SISA and NSISA are PISA with a rule of their own."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import is_not
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torchpisa.kernels.job import Member, real
 from torchpisa.optim import arguments, nonfinite, report
 from torchpisa.optim.optimizer import RoundOptimizer
 from torchpisa.optim.part import Group, Part, Rule
-from torchpisa.optim.peers import Peers
+from torchpisa.optim.peers import DeviceMesh, Peers, ProcessGroup
 from torchpisa.optim.round import (
     clip_scale,
     consensus,
@@ -29,10 +29,6 @@ from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import Identity, Preconditioner
 from torchpisa.preconditioners.base import initial_state
 from torchpisa.state_keys import state_key
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["PISA"]
 
@@ -150,7 +146,7 @@ class PISA(RoundOptimizer):
         stochastic_rounding: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | None = None,
-        process_group: "ProcessGroup | DeviceMesh | None" = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         settings = arguments.of_constructor(locals())
@@ -343,7 +339,7 @@ class PISA(RoundOptimizer):
 
     @property
     def _remedy(self) -> str:
-        if self.parts()[0].follows:
+        if any(part.follows for part in self.parts()):
             return "lower lr"
         return "give a larger sigma, or leave out sigma and rho"
 
@@ -508,31 +504,37 @@ class PISA(RoundOptimizer):
                 decay = part.group["consensus_decay"]
                 param.copy_(pisa.initial_consensus(param, total, decay, part.lr))
 
-    def fresh_state(self, param: Tensor, group: Group, batches: int | None = None) -> Group:
-        """Return the state that a parameter of a group starts with; see `RoundOptimizer`."""
-        batches = self.batches if batches is None else batches
-        part = self._part_of(param, group)
-        dtype = param.dtype
-        if not dtype.is_complex:
-            dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
-        dual = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        device = param.device if group["capturable"] else "cpu"
-        state: dict[str, Any] = {}
-        for slot in range(batches):
-            state[state_key("dual", slot)] = dual.clone()
-            if part.follows:
-                wide = torch.promote_types(real(dual).dtype, torch.float32)
-                for name in ("sigma", "level"):
-                    state[state_key(name, slot)] = torch.zeros((), dtype=wide, device=param.device)
-            for name, value in initial_state(part.preconditioner, dual).items():
-                state[state_key(name, slot)] = value
+    def fresh_state(self, group: Group, batches: int | None = None) -> Callable[[Tensor], Group]:
+        """Return a function that makes the state that a parameter of a group starts with."""
+        parts = self._parts_of(0, group)
+        part_of = {id(param): part for part in parts for param in part.params}
+        slots = range(self.batches if batches is None else batches)
+        alone = group["batches"] == 1 and group["ranks"] == 1
+
+        def make(param: Tensor) -> Group:
+            part = part_of[id(param)]
+            dtype = param.dtype
+            if not dtype.is_complex:
+                dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
+            dual = torch.zeros_like(param, dtype=dtype, requires_grad=False)
             # In float32 whatever torch's default dtype is: bfloat16 counts to 256.
-            counter = torch.zeros((), dtype=torch.float32, device=device)
-            state[state_key("step", slot)] = counter
-        if not (group["batches"] == 1 and group["ranks"] == 1):
-            state["pending"] = dual
-        state["arrived"] = 0
-        return state
+            wide = torch.promote_types(real(dual).dtype, torch.float32)
+            device = param.device if group["capturable"] else "cpu"
+            state: Group = {}
+            for slot in slots:
+                state[state_key("dual", slot)] = dual.clone()
+                for name in ("sigma", "level") if part.follows else ():
+                    state[state_key(name, slot)] = torch.zeros((), dtype=wide, device=param.device)
+                for name, value in initial_state(part.preconditioner, dual).items():
+                    state[state_key(name, slot)] = value
+                counter = torch.zeros((), dtype=torch.float32, device=device)
+                state[state_key("step", slot)] = counter
+            if not alone:
+                state["pending"] = dual
+            state["arrived"] = 0
+            return state
+
+        return make
 
     def __getstate__(self) -> dict[str, Any]:
         if self.peers is not None:

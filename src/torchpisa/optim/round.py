@@ -137,7 +137,7 @@ def local_job(
 
 
 def clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float) -> Tensor | None:
-    """Return what residuals are multiplied by, so that their norm over all jobs is at most `clip`."""
+    """Return what residuals are multiplied by to bring their norm over all jobs to `clip`."""
     squares = []
     for job, kernel in zip(jobs, kernels, strict=True):
         norms = dispatch.able(kernel, job).residual_norm(job) if job.preconditioner.clips else []

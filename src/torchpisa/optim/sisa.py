@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,13 +12,10 @@ from torchpisa.algorithms.sisa import Scheme
 from torchpisa.checks import check_range
 from torchpisa.optim import arguments
 from torchpisa.optim.part import Group, Rule
+from torchpisa.optim.peers import DeviceMesh, ProcessGroup
 from torchpisa.optim.pisa import PISA
 from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import SecondMoment
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LR", "SISA"]
 
@@ -129,7 +126,7 @@ class SISA(PISA):
         stochastic_rounding: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | None = None,
-        process_group: "ProcessGroup | DeviceMesh | None" = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         settings = arguments.of_constructor(locals())

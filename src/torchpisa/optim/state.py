@@ -6,7 +6,7 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,6 +88,7 @@ def unpacked(
     state: defaultdict[Tensor, State] = defaultdict(dict)
     seen: set[Hashable] = set()
     for saved, group in pairs:
+        fresh, fresh_of_one = optimizer.fresh_state(group), optimizer.fresh_state(group, 1)
         for key, param in zip(saved["params"], group["params"], strict=True):
             if not isinstance(key, Hashable) or key in seen:
                 raise ValueError(
@@ -98,10 +99,9 @@ def unpacked(
             if held is not None and not isinstance(held, dict):
                 raise ValueError(f"state_dict must have a dictionary for parameter {key}: {held!r}")
             if held:
-                expected = optimizer.fresh_state(param, group, 1)
-                state[param] = _checked_state(held, expected, group, key)
+                state[param] = _checked_state(held, fresh_of_one(param), group, key)
             elif param.requires_grad:
-                state[param] = optimizer.fresh_state(param, group)
+                state[param] = fresh(param)
     for key in saved_state:
         if key not in seen:
             raise ValueError(f"state_dict must have state of parameters only, got {key!r}")

@@ -187,7 +187,7 @@ def unpack(plain: Group, device: torch.device) -> tuple[Group, Round]:
 
 
 def to_bytes(what: str, value: object) -> Tensor:
-    """Return `value` as a tensor of bytes, because objects in a distributed checkpoint are unpickled.
+    """Return `value` as bytes in a tensor, because objects in torch's checkpoints are unpickled.
 
     Raises:
         ValueError: torch would not read it with `weights_only=True`.

@@ -255,7 +255,7 @@ class _Party:
         return result
 
     def share(self, entries: dict[str, Any], params: Sequence[Named]) -> dict[str, Tensor]:
-        """Return what this process may write of the model: what is the same everywhere, or its part.
+        """Return what this process may write of the model: what all have, or its own part.
 
         Anything else, such as buffers, is the first one's to write, so that it fits together.
         """

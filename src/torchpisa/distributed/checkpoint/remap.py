@@ -112,7 +112,7 @@ def _states(source: Stored, own: Named, optimizer: PISA, group: Group) -> dict[s
     for name, param in own:
         saved = name in source.contents.state
         if saved != optimizer.has_state(param):
-            optimizer.init_state(param, group)
+            optimizer.init_state([param], group)
         if saved:
             member = optimizer.member(param, None, group)  # which moves to the parameter's device
             assert member is not None

@@ -11,8 +11,8 @@ from torch import Tensor
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.job import LocalJob, Move
-from torchpisa.kernels.triton.table import BLOCK, Launch
 from torchpisa.kernels.triton import elementwise, orthogonal
+from torchpisa.kernels.triton.table import BLOCK, Launch
 from torchpisa.preconditioners import NewtonSchulz, SecondMoment
 
 __all__ = ["any_nonfinite", "consensus", "local_step", "residual_norm"]
