@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchpisa.optim.base import ConsensusOptimizer
+from torchpisa.optim.pisa import PISA
 
 from torchpisa.algorithms import nsisa
-from torchpisa.optim import rounds
 from torchpisa.preconditioners import NewtonSchulz
 
 State = dict[Any, dict[str, Tensor]]
 
 
-def copied(opt: ConsensusOptimizer) -> State:
+def copied(opt: PISA) -> State:
     """Weights and state as they are now."""
     return {
         param: {
@@ -35,9 +34,9 @@ def norm(vectors: list[Tensor]) -> float:
     return float(torch.cat(vectors).norm()) if vectors else 0.0
 
 
-def diagonal(opt: Any, group: Any, i: int, old: Any, new: Any) -> Tensor | None:
+def diagonal(part: Any, i: int, old: Any, new: Any) -> Tensor | None:
     """q of batch i, as it was used in this round."""
-    own = opt.preconditioner(group)
+    own = part.preconditioner
     step = float(new[f"step.{i}"])
     if isinstance(own, NewtonSchulz):
         o = nsisa.newton_schulz(new[f"momentum.{i}"].flatten(1), own.ns_steps, own.dtype)
@@ -47,7 +46,7 @@ def diagonal(opt: Any, group: Any, i: int, old: Any, new: Any) -> Tensor | None:
     return q
 
 
-def row(opt: ConsensusOptimizer, old: State, new: State) -> dict[str, float]:
+def row(opt: PISA, old: State, new: State) -> dict[str, float]:
     """What a round did that led from `old` to `new`."""
     alpha: list[float] = opt.param_groups[0]["weights"]
     m = len(alpha)
@@ -56,12 +55,12 @@ def row(opt: ConsensusOptimizer, old: State, new: State) -> dict[str, float]:
     pis = [[] for _ in range(m)]  # type: list[list[Tensor]]
     for i in range(m):
         d, moved = [], []
-        for group in opt.param_groups:
-            lr = float(rounds.lr(group))
-            held = [param for param in group["params"] if param in new]
+        for part in opt.parts():
+            group, lr = part.group, float(part.lr)
+            held = [param for param in part.params if param in new]
             for param in held:
                 before, after = old[param], new[param]
-                if group["sigma"] is None:  # it follows the gradients of every parameter
+                if part.follows:  # it follows the gradients of every parameter
                     sigmas = [max(float(after[f"sigma.{k}"]), 1e-30) for k in range(m)]
                     size = sum(other.numel() for other in held)
                     means = [
@@ -69,8 +68,8 @@ def row(opt: ConsensusOptimizer, old: State, new: State) -> dict[str, float]:
                         for k in range(m)
                     ]
                 else:
-                    sigmas = means = group["sigma"]
-                sigma, rho = sigmas[i] / lr, rounds.per_batch(group, "rho")[i] / lr
+                    sigmas = means = part.sigmas
+                sigma, rho = sigmas[i] / lr, part.rhos[i] / lr
                 pi, pi_new = real(before[f"dual.{i}"]), real(after[f"dual.{i}"])
                 took_part = after[f"step.{i}"] > before[f"step.{i}"]
                 delta = (pi_new / group["dual_decay"] - pi) if took_part else 0 * pi
@@ -79,7 +78,7 @@ def row(opt: ConsensusOptimizer, old: State, new: State) -> dict[str, float]:
                 pis[i].append(pi_new)
                 total = sum(a * s for a, s in zip(alpha, means, strict=True))
                 steps.append(torch.full_like(pi, lr / total))
-                q = diagonal(opt, group, i, before, after) if after[f"step.{i}"] > 0 else None
+                q = diagonal(part, i, before, after) if after[f"step.{i}"] > 0 else None
                 if q is not None:
                     first_steps.append(2 / (sigma + rho * q))
                     momenta.append(rho * q / (sigma + rho * q))

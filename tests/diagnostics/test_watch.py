@@ -76,10 +76,10 @@ def test_closing_ends_it() -> None:
     train(model, opt, 1)
     assert (first.latest["iteration"], second.latest["iteration"]) == (1, 2)
     second.close()
-    assert not opt._observers
+    assert not opt.observers
     with Diagnostics(opt) as third:
-        assert opt._observers == (third._observe,)
-    assert not opt._observers
+        assert opt.observers == (third._observe,)
+    assert not opt.observers
 
 
 def test_nothing_is_needed_but_the_optimizer() -> None:
@@ -89,7 +89,7 @@ def test_nothing_is_needed_but_the_optimizer() -> None:
     Diagnostics(opt, every=1, callback=rows.append)
     train(model, opt, 1)
     for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        assert not other._observers
+        assert not other.observers
         for param in other.param_groups[0]["params"]:
             param.grad = torch.ones_like(param)
         other.step()
@@ -374,7 +374,7 @@ def test_bad_input(
     opt = SISA(network().parameters())
     with pytest.raises(ValueError, match=re.escape(message)):
         Diagnostics(opt, **settings)
-    assert not opt._observers
+    assert not opt.observers
     assert Path("other.csv").read_text() == "epoch,loss\n1,2\n"
 
 

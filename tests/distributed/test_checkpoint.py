@@ -31,8 +31,8 @@ from tests.distributed.problem import (
 )
 from tests.distributed.processes import run
 from torchpisa import NSISA, PISA, SISA
-from torchpisa.distributed import attach, export, latest, load, remap, save, shard
-from torchpisa.optim import rounds
+from torchpisa.distributed import attach, export, latest, load, save, shard
+from torchpisa.distributed.checkpoint import remap
 from torchpisa.preconditioners import Identity, SecondMoment
 
 # What is saved is computed once, and loaded by many tests.
@@ -178,8 +178,8 @@ def resumed(
     other = Run(layout, make, seed=7, lr=0.5, sizes=OTHER_SIZE, **more)
     extra = load(folder, other.model, other.opt)
     loaded = other.report()
-    if other.opt._exchange is not None:
-        shares = other.opt._exchange.ranks.all_shares
+    if other.opt.peers is not None:
+        shares = other.opt.peers.all_shares
         assert [shares[node] for node in other.nodes] == other.opt.param_groups[0]["weights"]
     other.train(5, 9)
     after = same(other.report(), going.report())
@@ -407,14 +407,14 @@ def test_training_goes_on(checkpoints: Checkpoints, layout: Layout, name: str) -
 
 def drifting(path: Path) -> list[Tensor]:
     """A rank whose hardware computes differently."""
-    consensus = rounds.consensus
+    consensus = remap.consensus
 
     def inexact(*args: Any) -> None:
         consensus(*args)
-        for member in args[2]:
+        for member in args[1]:
             member.param.mul_(1 + 1e-9 * distributed.get_rank())
 
-    rounds.consensus = inexact
+    remap.consensus = inexact
     other = Run(Layout("plain", replicas=2), SISA)
     load(path, other.model, other.opt)
     return weights(other.inner)
@@ -645,7 +645,7 @@ def test_absence_that_only_the_device_knows_of(batches: int, tmp_path: Path) -> 
         if step == 4:
             model[2].weight.grad.fill_(torch.nan)
         opt.step()
-    assert opt.param_groups[0]["kept"].tolist() == [True, False, False]
+    assert opt.round.kept.tolist() == [True, False, False]
     save(tmp_path / "c", model, opt)
     export(tmp_path / "c", tmp_path / "c.pt")
     if batches != opt.batches:
@@ -659,7 +659,7 @@ def test_absence_that_only_the_device_knows_of(batches: int, tmp_path: Path) -> 
         assert resumed.iteration == opt.iteration
         assert difference([weights(other)], weights(model)) < 1e-12
         if batches == opt.batches:
-            assert torch.equal(group["kept"], opt.param_groups[0]["kept"])
+            assert torch.equal(resumed.round.kept, opt.round.kept)
         else:
             assert [resumed.state[other[0].bias][f"step.{slot}"] for slot in range(2)] == [2, 1]
 

@@ -206,11 +206,11 @@ def order_of_events() -> list[str]:
     for step in range(3):  # buckets are rebuilt after the first
         events.clear()
         handle = model[0].weight.register_hook(
-            lambda _: events.append(f"first layer, {len(opt._exchange.ranks._sent)} sums sent")
+            lambda _: events.append(f"first layer, {len(opt.peers._under_way)} sums sent")
         )
         backward(parallel, here()[0], step, torch.float64)
         handle.remove()
-        events.append(f"backward over, {len(opt._exchange.ranks._sent)} sums sent")
+        events.append(f"backward over, {len(opt.peers._under_way)} sums sent")
         opt.step()
     return events
 

@@ -25,8 +25,8 @@ from tests.distributed.problem import (
 from tests.distributed.processes import run
 from tests.distributed.test_process_group import TOLERANCE
 from torchpisa import NSISA, PISA, SISA
-from torchpisa.distributed import shard
-from torchpisa.kernels import newton_schulz, sharded
+from torchpisa.distributed import dtensor, shard
+from torchpisa.kernels import newton_schulz
 from torchpisa.preconditioners import SecondMoment, Spectral
 
 
@@ -164,16 +164,16 @@ def orthogonalised(shapes: list[tuple[int, ...]], placements: list[Any]) -> floa
     matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     grid = init_device_mesh("cpu", (size // 2, 2) if len(placements) == 2 else (size,))
     wholes = [distribute_tensor(matrix, grid, placements) for matrix in matrices]
-    parts = sharded.solve(
-        [sharded.local(w) for w in wholes],
+    parts = dtensor.solve(
+        [dtensor.local(w) for w in wholes],
         wholes,
         lambda matrices: newton_schulz.orthogonalize(matrices, 5, None),
     )
     worst = 0.0
     for matrix, spread, part in zip(matrices, wholes, parts, strict=True):
         (o,) = newton_schulz.orthogonalize([matrix.flatten(1)], 5)
-        expected = sharded.local(distribute_tensor(o.view_as(matrix), grid, placements))
-        assert part.shape == sharded.local(spread).shape
+        expected = dtensor.local(distribute_tensor(o.view_as(matrix), grid, placements))
+        assert part.shape == dtensor.local(spread).shape
         if part.numel():
             worst = max(worst, float((part - expected).abs().max()))
     return worst
@@ -192,7 +192,7 @@ def test_whole_matrices_are_orthogonalised(placements: list[Any]) -> None:
 
 
 def in_stages() -> float:
-    sharded._STAGE = 40
+    dtensor._STAGE = 40
     return orthogonalised(SHAPES, [Shard(0)])
 
 
@@ -201,7 +201,7 @@ def test_whole_matrices_in_stages() -> None:
 
 
 def test_owners_share_the_work() -> None:
-    stages = sharded._stages([(64, 64)] * 8 + [(16, 16)] * 4, 4)
+    stages = dtensor._stages([(64, 64)] * 8 + [(16, 16)] * 4, 4)
     work = [0] * 4
     for stage in stages:
         for matrix in stage:

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.distributed.problem import batch, difference, here, identical, network, settings
 from tests.distributed.processes import run
 from torchpisa import NSISA, SISA
-from torchpisa.distributed import attach
-from torchpisa.optim import ranks
+from torchpisa.distributed import attach, process_group
 
 pytestmark = pytest.mark.gpu
 
@@ -117,7 +116,7 @@ def over_nccl(route: str) -> Any:
     store = distributed.HashStore()
     distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     group = distributed.group.WORLD
-    ranks.join = lambda *_: ranks.Ranks(group, None)
+    process_group.join = lambda *_: process_group.Ranks(group, None)
     model = network(torch.float32).cuda()
     opt = SISA(model.parameters(), process_group=group, **settings(SISA, [0, 1]))
     forward: Any = model

@@ -19,8 +19,8 @@ from torchpisa.distributed.process_group import Ranks, on_device
 from torchpisa.kernels import foreach
 from torchpisa.kernels.job import TINY, real
 from torchpisa.optim import report
-from torchpisa.optim.part import Part
 from torchpisa.optim.pisa import PISA
+from torchpisa.optim.round import Part
 from torchpisa.preconditioners import NewtonSchulz, Spectral, SpectralConsensus
 from torchpisa.state_keys import state_key
 

@@ -24,8 +24,7 @@ from torchpisa.distributed.dtensor import is_sharded, local, part
 from torchpisa.kernels.dispatch import Plans
 from torchpisa.kernels.job import Member, real
 from torchpisa.optim import arguments
-from torchpisa.optim.part import Part, Totals
-from torchpisa.optim.round import Round, consensus, contribute_missing, finish
+from torchpisa.optim.round import Part, Round, Totals, consensus, contribute_missing, finish
 from torchpisa.torch_private import ddp_hooks
 
 if TYPE_CHECKING:

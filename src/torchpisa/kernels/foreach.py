@@ -5,7 +5,7 @@ cache when the next operation comes to it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ from torchpisa.state_keys import SlotKeys, slot_keys
 
 __all__ = ["FOREACH", "Foreach", "blocks", "knows", "leave_out_nonfinite", "like", "write_back"]
 
-Tensors = list[Tensor]
+# What foreach functions take: they return tuples.
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 # Elements of a block on a CPU; half a dozen float32 tensors of this size fit in a cache, and more
 # pieces would cost more calls than that saves.
@@ -80,10 +81,10 @@ class Foreach:
                     member.state["arrived"] |= 1 << job.slot
 
     @torch.no_grad()
-    def residual_norm(self, job: LocalJob) -> Tensors:
+    def residual_norm(self, job: LocalJob) -> list[Tensor]:
         """Return the norm of r for each member."""
         keys = slot_keys(job.slot)
-        norms: Tensors = []
+        norms: list[Tensor] = []
         for members in _alike(job.members, keys.dual):
             duals = [real(member.state[keys.dual]) for member in members]
             dtype = compute_dtype(real(members[0].param), duals[0])
@@ -104,7 +105,9 @@ class Foreach:
                 _move(move, alike, params, totals, scales)
                 continue
             for indexes, (some, sums) in blocks([params, totals]):
-                _move(move, alike, some, sums, _picked(scales, indexes))
+                listed = isinstance(scales, list)
+                own = [scales[index] for index in indexes] if listed else scales
+                _move(move, alike, some, sums, own)
 
 
 FOREACH = Foreach()
@@ -115,129 +118,175 @@ FOREACH = Foreach()
 
 def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
     """Step parameters whose rule takes each coordinate by itself."""
-    own = job.preconditioner
-    params = [real(member.param) for member in members]
-    duals = [real(member.state[keys.dual]) for member in members]
-    dtype = compute_dtype(params[0], duals[0])
+    rule, move = job.preconditioner, job.move
+    params, duals, moments, pending, steps = [], [], [], [], []
+    for param, _, state, _ in members:
+        params.append(param)
+        duals.append(state[keys.dual])
+        steps.append(state[keys.step])
+        if isinstance(rule, SecondMoment):
+            moments.append(state[keys.moment])
+        if move is None:
+            if not state["arrived"]:
+                state["pending"].zero_()
+            pending.append(state["pending"])
+    dtype = torch.float32
+    if not params[0].dtype == duals[0].dtype == dtype:
+        dtype = compute_dtype(real(params[0]), real(duals[0]))
     columns = [params, duals, _gradients(job, members, dtype)]
-    if isinstance(own, SecondMoment):
-        columns.append([real(member.state[keys.moment]) for member in members])
-    if job.move is None:
-        for member in members:
-            if not member.state["arrived"]:
-                member.state["pending"].zero_()
-        columns.append([real(member.state["pending"]) for member in members])
-    whole = job.move is not None and job.move.proximal is not None
+    if moments:
+        columns.append(moments)
+    if pending:
+        columns.append(pending)
+    if params[0].is_complex():
+        columns = [[real(tensor) for tensor in column] for column in columns]
+    whole = move is not None and move.proximal is not None
     cut = [(range(len(members)), columns)] if whole else list(blocks(columns))
-    ratios: Any = None
+    counts: Any = steps
+    if steps[0].device.type == "cpu":
+        counts = _same(list(map(Tensor.item, steps)))
+    ratios: Any
     scales: Any = None
+    residuals: tuple[Tensor, ...] | None = None
     if job.sigma is None:
-        sigma = _follow(job, members, keys, cut, dtype)
-        ratios = _listed(job.rho / sigma, dtype)
-        if job.move is not None:
-            scales = _listed(job.move.scale(sigma), dtype)
+        sigma, residuals = _follow(job, members, keys, cut, counts)
+        # As foreach takes numbers: floats or, to wait for no device, tensors.
+        on_cpu = sigma.device.type == "cpu"
+        ratios = (job.rho / sigma).tolist() if on_cpu else (job.rho / sigma).to(dtype).unbind()
+        if move is not None:
+            scale = move.scale(sigma)
+            assert isinstance(scale, Tensor)
+            scales = scale.tolist() if on_cpu else list(scale.to(dtype).unbind())
     else:
         ratios = job.rho / job.sigma
-        if job.move is not None:
-            scales = job.move.scale()
-    corrections: Any = 1.0
-    if isinstance(own, SecondMoment) and own.scheme == "adam":
-        corrections = _same([(1 - own.beta**step) ** 0.5 for step in _steps(members, keys)])
+        if move is not None:
+            scales = move.scale()
+    factors = _root_factors(rule, ratios, counts, len(members))
     for indexes, (ws, stored, grads, *others) in cut:
-        pis = like(stored, dtype)
-        rs = list(torch._foreach_add(pis, grads))
-        if job.clip_scale is not None:
-            torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
-        if isinstance(own, SecondMoment):
-            _divide_by_roots(
-                own, rs, others[0], _picked(ratios, indexes), _picked(corrections, indexes), job
-            )
-        elif isinstance(own, SpectralConsensus):
-            torch._foreach_mul_(rs, own.momentum - 1)
+        pis = stored if stored[0].dtype == dtype else like(stored, dtype)
+        rs = _residuals(job, pis, grads) if residuals is None else residuals
+        if isinstance(rule, SecondMoment):
+            some = factors if isinstance(indexes, range) else [factors[i] for i in indexes]
+            _divide_by_roots(rule, rs, others[0], some, job.stochastic_rounding)
+        elif isinstance(rule, SpectralConsensus):
+            torch._foreach_mul_(rs, rule.momentum - 1)
         else:
             torch._foreach_mul_(rs, -1 / (1 + ratios))
         # What rs holds now is delta; u = pi + 2 delta is the new dual plus delta.
         torch._foreach_add_(pis, rs)
         torch._foreach_add_(rs, pis)
-        if job.move is None:
+        if move is None:
             _accumulate(job, others[-1], rs)
         else:
-            _move(job.move, members, ws, rs, _picked(scales, indexes))
+            some = scales
+            if isinstance(scales, list) and not isinstance(indexes, range):
+                some = [scales[i] for i in indexes]
+            _move(move, members, ws, rs, some, ours=True)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
-        write_back(stored, pis, job.stochastic_rounding)
+        if pis is not stored:
+            write_back(stored, pis, job.stochastic_rounding)
+
+
+class _RootFactor(NamedTuple):
+    """What a root of the second moment becomes: delta = r / (scale min(root, cap) + shift)."""
+
+    scale: Any
+    shift: Any
+    cap: Any
+
+
+def _root_factors(rule: Preconditioner, ratios: Any, counts: Any, count: int) -> list[_RootFactor]:
+    """Return delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)) in terms of the uncorrected root."""
+    if not isinstance(rule, SecondMoment):
+        return []
+    listed = ratios if isinstance(ratios, list | tuple) else [ratios] * count
+    steps = counts if isinstance(counts, list) else [counts] * count
+    factors = []
+    for ratio, step in zip(listed, steps, strict=True):
+        # The bias correction of Scheme III goes into the numbers instead of over the tensors.
+        correction = (1 - rule.beta**step) ** 0.5 if rule.scheme == "adam" else 1.0
+        shift = -1.0 if rule.eps == 0 else -(1 + ratio * rule.eps)
+        factors.append(_RootFactor(-ratio / correction, shift, rule.eta * correction))
+    return factors
 
 
 def _divide_by_roots(
-    own: SecondMoment, rs: Tensors, stored: Tensors, ratios: Any, corrections: Any, job: LocalJob
+    rule: SecondMoment,
+    rs: tuple[Tensor, ...],
+    stored: Tensors,
+    factors: list[_RootFactor],
+    stochastic_rounding: bool,
 ) -> None:
-    """Turn r into delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)), after updating the moment."""
-    moments = like(stored, rs[0].dtype)
-    if own.scheme == "adagrad":
+    """Update the moments, and divide r by what `factors` make of their roots."""
+    moments = stored if stored[0].dtype == rs[0].dtype else like(stored, rs[0].dtype)
+    if rule.scheme == "adagrad":
         torch._foreach_addcmul_(moments, rs, rs)
     else:
-        torch._foreach_mul_(moments, own.beta)
-        torch._foreach_addcmul_(moments, rs, rs, 1 - own.beta)
-    write_back(stored, moments, job.stochastic_rounding)
+        torch._foreach_mul_(moments, rule.beta)
+        torch._foreach_addcmul_(moments, rs, rs, 1 - rule.beta)
+    if moments is not stored:
+        write_back(stored, moments, stochastic_rounding)
     roots = torch._foreach_sqrt(moments)
-    # The bias correction of Scheme III goes into the scalars instead of over the tensors.
-    if own.eta < float("inf"):
-        caps = corrections if isinstance(corrections, list) else [corrections] * len(roots)
-        for root, correction in zip(roots, caps, strict=True):
-            root.clamp_(max=own.eta * correction)
-    torch._foreach_mul_(roots, _each(lambda ratio, c: -ratio / c, ratios, corrections))
-    shifts = -1.0 if own.eps == 0 else _each(lambda ratio: -(1 + ratio * own.eps), ratios)
-    torch._foreach_add_(roots, shifts)
+    scales, shifts, caps = map(list, zip(*factors, strict=True))
+    if rule.eta < float("inf"):
+        for root, cap in zip(roots, caps, strict=True):
+            root.clamp_(max=cap)
+    torch._foreach_mul_(roots, scales)
+    torch._foreach_add_(roots, -1.0 if rule.eps == 0 else shifts)
     torch._foreach_div_(rs, roots)
 
 
 def _follow(
-    job: LocalJob, members: list[Member], keys: SlotKeys, cut: list[Any], dtype: torch.dtype
-) -> Tensor:
-    """Let the sigma of every parameter follow its gradients, and return them in one tensor."""
-    own = job.preconditioner
-    assert isinstance(own, SecondMoment)
-    norms: dict[int, list[Tensor]] = {}
+    job: LocalJob, members: list[Member], keys: SlotKeys, cut: list[Any], counts: Any
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """Let the sigma of every parameter follow its gradients.
+
+    Returns:
+        All of them in one tensor; and the residuals, if they are few enough to be kept.
+    """
+    rule = job.preconditioner
+    assert isinstance(rule, SecondMoment)
+    norms: list[list[Tensor]] = []
     for indexes, (_, stored, grads, *_) in cut:
-        rs = torch._foreach_add(like(stored, dtype), grads)
-        if job.clip_scale is not None:
-            torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
+        rs = _residuals(job, like(stored, grads[0].dtype), grads)
         for index, norm in zip(indexes, torch._foreach_norm(rs), strict=True):
-            norms.setdefault(index, []).append(norm)
-    pieces = [norms[index] for index in range(len(members))]
-    sums = [each[0] if len(each) == 1 else torch.stack(each).norm() for each in pieces]
-    norm = torch.stack(sums)
-    sizes = [max(1, real(member.origin).numel()) ** 0.5 for member in members]
+            if index == len(norms):
+                norms.append([])
+            norms[index].append(norm)
+    whole_norms, sizes, old_sigmas, old_levels = [], [], [], []
+    for (param, _, state, whole), pieces in zip(members, norms, strict=True):
+        whole_norms.append(pieces[0] if len(pieces) == 1 else torch.stack(pieces).norm())
+        elements = (param if whole is None else whole).numel()
+        sizes.append(max(1, 2 * elements if param.is_complex() else elements) ** 0.5)
+        old_sigmas.append(state[keys.sigma])
+        old_levels.append(state[keys.level])
+    norm = torch.stack(whole_norms)
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
         groups = dtensor.groups([member.origin for member in members])
         norm = dtensor.summed(norm.square(), groups).sqrt()
-    old_sigmas = [member.state[keys.sigma] for member in members]
-    old_levels = [member.state[keys.level] for member in members]
     sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
     rms = (norm / torch.tensor(sizes, dtype=norm.dtype, device=norm.device)).to(level.dtype)
-    steps: Any = _same(_steps(members, keys))
-    if isinstance(steps, list):
-        on_device = isinstance(steps[0], Tensor)
-        steps = torch.stack(steps) if on_device else torch.tensor(steps, dtype=level.dtype)
-    sigma, level = sisa.followed(sigma, level, rms, steps, own.scheme, own.beta)
+    if isinstance(counts, list):
+        on_device = isinstance(counts[0], Tensor)
+        counts = torch.stack(counts) if on_device else torch.tensor(counts, dtype=level.dtype)
+    sigma, level = sisa.followed(sigma, level, rms, counts, rule.scheme, rule.beta)
     sigma = sigma.clamp_(min=TINY)
     torch._foreach_copy_(old_sigmas, sigma.unbind())
     torch._foreach_copy_(old_levels, level.unbind())
-    return sigma
+    return sigma, rs if len(cut) == 1 else None
 
 
-def _listed(numbers: Scalar, dtype: torch.dtype) -> list[Any]:
-    """Return a tensor's numbers as foreach takes them: floats, or tensors to wait for nothing."""
-    assert isinstance(numbers, Tensor)
-    if numbers.device.type == "cpu":
-        floats: list[float] = numbers.tolist()
-        return floats
-    return list(numbers.to(dtype).unbind())
+def _residuals(job: LocalJob, duals: Tensors, grads: Tensors) -> tuple[Tensor, ...]:
+    rs = torch._foreach_add(duals, grads)
+    if job.clip_scale is not None:
+        torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
+    return rs
 
 
-def blocks(columns: list[Tensors]) -> Iterator[tuple[Sequence[int], list[Tensors]]]:
+def blocks(columns: Sequence[Tensors]) -> Iterator[tuple[Sequence[int], Sequence[Tensors]]]:
     """Yield corresponding pieces of the tensors in all columns, and whose they are.
 
     Args:
@@ -308,7 +357,7 @@ def _newton_schulz(
     if own.nesterov:
         bs = list(torch._foreach_add(grads, momenta, alpha=own.momentum))
 
-    def orthogonalized(matrices: Sequence[Tensor]) -> Tensors:
+    def orthogonalized(matrices: Sequence[Tensor]) -> list[Tensor]:
         return newton_schulz.orthogonalize(matrices, own.ns_steps, own.dtype)
 
     os = _of_matrices(members, bs, orthogonalized)
@@ -337,17 +386,16 @@ def _spectral(
 ) -> Tensors:
     own = job.preconditioner
     assert isinstance(own, Spectral)
-    rs = list(torch._foreach_add(duals, grads))
-    if job.clip_scale is not None:
-        torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
+    rs = _residuals(job, duals, grads)
     # For sigma d at once: (sigma I + rho Q)^-1 r leaves the range of the dtype as sigma grows.
     ratio = job.rho / job.penalty
+    ys: Tensors
     if own.average:
         stored = [real(member.state[keys.average]) for member in members]
-        averages = like(stored, rs[0].dtype)
         matrices, steps = [r.flatten(1) for r in rs], _steps(members, keys)
-        ys, averages = resolvent.averaged(matrices, averages, steps, own, 1.0, ratio)
-        write_back(stored, averages, job.stochastic_rounding)
+        averages = like(stored, rs[0].dtype)
+        ys, new = resolvent.averaged(matrices, averages, steps, own, 1.0, ratio)
+        write_back(stored, new, job.stochastic_rounding)
     else:
         ys = _resolvents(members, rs, own, 1.0, ratio)
     # Into the memory of r, which is laid out like the dual.
@@ -363,7 +411,7 @@ _MATRIX_SOLVERS: dict[
 
 
 def _of_matrices(
-    members: list[Member], tensors: Tensors, solve: Callable[[Sequence[Tensor]], Tensors]
+    members: list[Member], tensors: Tensors, solve: Callable[[Sequence[Tensor]], list[Tensor]]
 ) -> Tensors:
     """Return what `solve` makes of whole matrices, also where they are spread over processes."""
     if members[0].whole is not None:
@@ -401,10 +449,15 @@ def _alike(members: list[Member], key: str) -> list[list[Member]]:
 
 def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tensors:
     """Return g_i in `dtype`, never to be written to: it may be the user's own gradient."""
+    grads: Tensors
     if members[0].grad is None:
         grads = [torch.zeros_like(real(member.param), dtype=dtype) for member in members]
     else:
-        grads = like([real(member.grad) for member in members if member.grad is not None], dtype)
+        own = []
+        for member in members:
+            assert member.grad is not None
+            own.append(member.grad if not member.grad.is_complex() else real(member.grad))
+        grads = own if own[0].dtype == dtype else like(own, dtype)
         if job.flags is not None:
             pairs = zip(job.members, job.flags, strict=True)
             flags = {id(member.param): flag for member, flag in pairs}
@@ -419,7 +472,7 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
     return grads
 
 
-def leave_out_nonfinite(grads: Tensors, flags: Sequence[Tensor]) -> Tensors:
+def leave_out_nonfinite(grads: Tensors, flags: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of gradients, with zeros for those that are not finite, and raise their flags.
 
     Nobody waits for a device to know which.
@@ -446,18 +499,28 @@ def _scales(move: Move, members: list[Member]) -> Any:
     return [move.scale(move.total(member)) for member in members]
 
 
-def _move(move: Move, members: list[Member], stored: Tensors, totals: Tensors, scales: Any) -> None:
+def _move(
+    move: Move,
+    members: list[Member],
+    stored: Tensors,
+    totals: Tensors,
+    scales: Any,
+    ours: bool = False,
+) -> None:
     """Take the consensus.
 
     Args:
         move: its numbers.
         members: the parameters, for a proximal term.
         stored: what is moved, parameters or pieces of them.
-        totals: U; may be written to only in a local step, and is not here.
+        totals: U.
         scales: from `_scales`, of each piece or of all.
+        ours: whether U may be written to.
     """
-    dtype = compute_dtype(stored[0], totals[0])
-    ws, totals = like(stored, dtype), like(totals, dtype)
+    ws = stored
+    if stored[0].dtype != totals[0].dtype or stored[0].dtype.itemsize < 4:
+        dtype = compute_dtype(stored[0], totals[0])
+        ws, totals = like(stored, dtype), like(totals, dtype)
     if move.consensus_decay != 0:
         totals = list(torch._foreach_add(totals, ws, alpha=-move.consensus_decay))
     if move.proximal is not None:
@@ -472,9 +535,14 @@ def _move(move: Move, members: list[Member], stored: Tensors, totals: Tensors, s
         if isinstance(scales, Tensor):
             scales = scales.to(ws[0].device)
         elif isinstance(scales[0], Tensor):
-            scales = [scale.to(ws[0].device, dtype) for scale in scales]
-        torch._foreach_add_(ws, torch._foreach_mul(totals, scales))
-    write_back(stored, ws, move.stochastic_rounding)
+            scales = [scale.to(ws[0].device, ws[0].dtype) for scale in scales]
+        if ours:
+            torch._foreach_mul_(totals, scales)
+        else:
+            totals = torch._foreach_mul(totals, scales)
+        torch._foreach_add_(ws, totals)
+    if ws is not stored:
+        write_back(stored, ws, move.stochastic_rounding)
 
 
 def like(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -501,24 +569,6 @@ def _steps(members: list[Member], keys: SlotKeys) -> list[Scalar]:
     return steps
 
 
-def _same(values: list[Any]) -> Any:
+def _same(values: list[float]) -> Any:
     """Return a list of numbers, or the number itself if they are all the same."""
-    first = values[0]
-    same = not isinstance(first, Tensor) and all(value == first for value in values)
-    return first if same else values
-
-
-def _picked(values: Any, indexes: Sequence[int]) -> Any:
-    """Return the entries of a list at `indexes`; what is no list serves all of them."""
-    if not isinstance(values, list) or isinstance(indexes, range):
-        return values
-    return [values[index] for index in indexes]
-
-
-def _each(function: Callable[..., Scalar], *arguments: Any) -> Any:
-    """Apply a function to numbers, or entry by entry where some of them are lists."""
-    lengths = [len(argument) for argument in arguments if isinstance(argument, list)]
-    if not lengths:
-        return function(*arguments)
-    lists = [a if isinstance(a, list) else [a] * lengths[0] for a in arguments]
-    return [function(*entries) for entries in zip(*lists, strict=True)]
+    return values[0] if values.count(values[0]) == len(values) else values

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchpisa.algorithms import misa, nsisa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.foreach import blocks, like, write_back
+from torchpisa.kernels.foreach import Tensors, blocks, like, write_back
 from torchpisa.kernels.job import Member, real
 from torchpisa.kernels.rounding import store
 
@@ -137,20 +137,18 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     _move(job, params, shaped, misa.RMS)
 
 
-def _average(
-    job: ConsensusJob, duals: list[Tensor], grads: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def _average(job: ConsensusJob, duals: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
     """Update the duals, and return r and U."""
     kept = job.settings["momentum"]
     moved = like(duals, grads[0].dtype)
-    rs = list(torch._foreach_add(moved, grads))
-    us = list(torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (kept - 1)))
+    rs = torch._foreach_add(moved, grads)
+    us = torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (kept - 1))
     torch._foreach_add_(moved, rs, alpha=kept - 1)
     write_back(duals, moved, job.settings["stochastic_rounding"])
     return rs, us
 
 
-def _move(job: ConsensusJob, params: list[Tensor], ps: list[Tensor], scale: float) -> None:
+def _move(job: ConsensusJob, params: Tensors, ps: Tensors, scale: float) -> None:
     """Decay the weights, and move them by lr times `scale` times P."""
     ws, lr = like(params, ps[0].dtype), job.lr
     if job.weight_decay:

@@ -12,8 +12,7 @@ from torchpisa.kernels.job import real
 
 __all__ = ["DivergenceWarning", "Guard"]
 
-# Rounds between two looks, elements that are looked at of a tensor, and growth that is reported.
-_EVERY = 32
+# Elements that are looked at of a tensor, and growth that is reported.
 _SAMPLE = 1024
 _GROWTH = 1e3
 # Root mean squares are compared with at least this: weights may start at zero.
@@ -30,6 +29,8 @@ class Guard:
     What is seen in one look is read in the next one, so that nothing waits for a device.
     """
 
+    every = 32  # rounds between two looks
+
     def __init__(self) -> None:
         self._level: float | None = None
         self._seen: Tensor | None = None
@@ -38,14 +39,14 @@ class Guard:
 
     @torch.no_grad()
     def look(self, iteration: int, params: Sequence[Tensor], remedy: str) -> None:
-        """Take a look, if it is time for one.
+        """Take a look; called every so many rounds.
 
         Args:
             iteration: rounds done.
             params: the weights.
             remedy: what to change, for the message.
         """
-        if self._warned or iteration % _EVERY:
+        if self._warned:
             return
         if params and params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return
@@ -68,7 +69,7 @@ class Guard:
             self._warned = True
             warnings.warn(
                 f"weights have grown to a root mean square of {rms:.3g} at iteration "
-                f"{iteration - _EVERY}, from {self._level:.3g}: the training seems to diverge; "
+                f"{iteration - self.every}, from {self._level:.3g}: the training seems to diverge; "
                 f"{remedy}",
                 DivergenceWarning,
                 stacklevel=2,

@@ -17,7 +17,7 @@ from torchpisa.optim import arguments
 from torchpisa.optim.nonfinite import verdict
 from torchpisa.optim.optimizer import RoundOptimizer, names_of
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
-from torchpisa.optim.part import Group
+from torchpisa.optim.round import Group
 
 __all__ = ["MISA"]
 

@@ -1,7 +1,9 @@
 """What to do about gradients that are not finite, and how the host hears of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,12 +13,15 @@ from torchpisa.distributed import dtensor
 from torchpisa.kernels.job import Kernel, Member, real
 from torchpisa.kernels.triton.plan import Plan
 from torchpisa.kernels.triton.table import Launch
-from torchpisa.optim.part import Group
+from torchpisa.optim.round import Group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Verdict", "Watch", "verdict"]
+
+# torch's own kinds of parameters; anything else may be sharded.
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 # Elements up to which gradients on a CPU are looked at together.
 _SMALL = 2**14
@@ -60,27 +65,30 @@ def verdict(
         where: batch and iteration, for the message.
     """
     mode = groups[0]["nonfinite"]
-    everyone = [member for own in members for member in own]
-    if not everyone or (found_inf is None and mode == "ignore"):
+    if not any(members) or (found_inf is None and mode == "ignore"):
         return Verdict()
-    home = everyone[0].param.device
+    home = next(own[0].param.device for own in members if own)
     # A gradient of which every process holds a part is left out by all of them or by none.
-    over = dtensor.groups([member.origin for member in everyone])
-    searching = any(kernel.finds_nonfinite for kernel in kernels)
-    deferred = [
-        found_inf is None and mode == "raise" and not over and _can_wait(own, kernel)
-        for own, kernel in zip(members, kernels, strict=True)
-    ]
-    rest = [
-        real(dtensor.local(member.grad))
-        for own, kernel, later in zip(members, kernels, deferred, strict=True)
-        if not (later or kernel.finds_nonfinite)
-        for member in own
-        if member.grad is not None and member.grad.numel()
-    ]
+    over: list[ProcessGroup] = []
+    for own in members:
+        if own and not over and type(own[0].origin) not in _PLAIN:
+            over = dtensor.groups([member.origin for member in own])
+    searching = False
+    deferred, rest = [], []
+    for own, kernel in zip(members, kernels, strict=True):
+        later = found_inf is None and mode == "raise" and not over and _can_wait(own, kernel)
+        deferred.append(later)
+        searching = searching or (kernel.finds_nonfinite and bool(own))
+        if not later and not kernel.finds_nonfinite:
+            for member in own:
+                grad = member.grad
+                if grad is not None and grad.numel():
+                    plain = type(grad) is Tensor and not grad.is_complex()
+                    rest.append(grad if plain else real(dtensor.local(grad)))
     if found_inf is None and mode == "raise":
         bad = []
         if rest and _any_nonfinite(rest):
+            everyone = [member for own in members for member in own]
             bad = [member.origin for member in everyone if not _is_finite(member.grad)]
         is_bad = bool(bad)
         if over and not searching:
@@ -117,7 +125,9 @@ def _can_wait(members: Sequence[Member], kernel: Kernel) -> bool:
 
     That is where asking means to wait for a device, and the kernel need not be told.
     """
-    return kernel.takes_flags and all(
+    if not members or not kernel.takes_flags or members[0].param.device.type not in DEFERRED_ON:
+        return False
+    return all(
         member.param.device.type in DEFERRED_ON and member.param.device == members[0].param.device
         for member in members
     )
@@ -186,17 +196,16 @@ class Watch:
 
     The host never waits for them in a step. They stay set on the device until they have been
     reported, so none is lost while an earlier copy is under way.
+
+    Attributes:
+        waits: whether flags are under way.
     """
 
     def __init__(self) -> None:
+        self.waits = False
         self._sent: _Sent | None = None
         self._event: torch.cuda.Event | None = None
         self._flags: dict[int, _Flags] = {}
-
-    @property
-    def waits(self) -> bool:
-        """Whether flags are under way."""
-        return self._sent is not None
 
     def flags(
         self,
@@ -251,6 +260,7 @@ class Watch:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         self._sent = _Sent(launches, flags, on_gpu, where)
+        self.waits = True
 
     def report(self, name: Callable[[Sequence[Tensor]], str], wait: bool = False) -> None:
         """Raise FloatingPointError if flags have come back set.
@@ -270,7 +280,7 @@ class Watch:
                 self._event.synchronize()
             elif not self._event.query():  # type: ignore[no-untyped-call]
                 return
-        self._sent = None
+        self._sent, self.waits = None, False
         entries = any(launch.seen.any() for launch, _ in sent.launches)
         whole = any(own.seen.any() for own in sent.flags)
         if not entries and not whole:
@@ -306,22 +316,29 @@ def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
     overflows counts as infinite.
     """
     home = grads[0].device
-    found = torch.zeros((), dtype=torch.bool, device=home)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    found: Tensor | None = None
     for (device, dtype), alike in by_kind.items():
         if device.type == "cpu":
-            numbers = [extreme for grad in _joined(alike) for extreme in torch.aminmax(grad)]
+            extremes = chain.from_iterable(map(torch.aminmax, _joined(alike)))
+            bad = torch.tensor(not all(map(math.isfinite, map(Tensor.item, extremes))))
         else:
             wide = torch.promote_types(dtype, torch.float32)
-            numbers = list(torch._foreach_norm(alike, 2, wide))
-        found = found | torch.stack(numbers).isfinite().all().logical_not().to(home)
+            norms = torch.stack(torch._foreach_norm(alike, 2, wide))
+            bad = norms.isfinite().all().logical_not()
+        found = bad if found is None else found | bad.to(home)
+    assert found is not None
     return found
 
 
 def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the same numbers in fewer tensors: to copy a small one costs less than a call."""
-    small = [grad.reshape(-1) for grad in grads if grad.numel() <= _SMALL]
-    large = [grad for grad in grads if grad.numel() > _SMALL]
+    small, large = [], []
+    for grad in grads:
+        if grad.numel() > _SMALL:
+            large.append(grad)
+        else:
+            small.append(grad.reshape(-1))
     return [*large, torch.cat(small)] if small else large

@@ -13,9 +13,9 @@ from torchpisa.checks import check_choice, check_range
 from torchpisa.kernels import newton_schulz
 from torchpisa.optim import arguments
 from torchpisa.optim.param_groups import is_matrix
-from torchpisa.optim.part import Group, Part, Rule
 from torchpisa.optim.peers import DeviceMesh, ProcessGroup
 from torchpisa.optim.pisa import PISA
+from torchpisa.optim.round import Group, Part, Rule
 from torchpisa.optim.sisa import SISA, fill_in
 from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import NewtonSchulz

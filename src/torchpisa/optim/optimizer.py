@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, ClassVar, overload
 
 import torch
@@ -11,17 +12,85 @@ from torch.optim.optimizer import ParamsT
 
 from torchpisa.checks import check_count, check_range
 from torchpisa.kernels.job import Member, check_shapes
-from torchpisa.optim import arguments, nonfinite, report, state, traced
+from torchpisa.optim import arguments, nonfinite, report, traced
 from torchpisa.optim.guard import Guard
-from torchpisa.optim.part import Group
-from torchpisa.optim.round import Round
-from torchpisa.optim.undo import Undo
+from torchpisa.optim.round import Group, Round
+from torchpisa.optim.state import packed, unpacked
 from torchpisa.torch_private import disable_dynamo
 
 __all__ = ["RoundOptimizer"]
 
 # torch's own kinds of parameters; anything else may be sharded.
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+# Settings that a round changes.
+_PENALTIES = ("sigma", "sisa_sigma")
+
+
+class Undo:
+    """Put an optimizer back where it stood if the block that this guards raises.
+
+    Args:
+        optimizer: its round and penalties are noted.
+        members: parameters of which copies are made, with their state. What torchpisa's own
+            kernels compute does not fail half-way, and needs none.
+    """
+
+    def __init__(self, optimizer: "RoundOptimizer", members: Sequence[Member]) -> None:
+        self._optimizer = optimizer
+        self._round = optimizer.round.copy()
+        self._penalties = [
+            (group, name, group[name])
+            for group in optimizer.param_groups
+            for name in _PENALTIES
+            if name in group
+        ]
+        self._members = members
+        if members:
+            self._copy()
+
+    def _copy(self) -> None:
+        self._states = [(member.state, dict(member.state)) for member in self._members]
+        self._weights = [
+            (member.param, member.param._version, member.param.detach().clone())
+            for member in self._members
+        ]
+        changing: list[Any] = [value for _, before in self._states for value in before.values()]
+        for _, _, value in self._penalties:
+            changing += value if isinstance(value, list) else [value]
+        self._copies = [
+            (tensor, tensor.detach().clone()) for tensor in changing if isinstance(tensor, Tensor)
+        ]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            with torch.no_grad():
+                self._restore()
+
+    def _restore(self) -> None:
+        self._optimizer.round = self._round
+        for group, name, value in self._penalties:
+            group[name] = value
+        if not self._members:
+            return
+        for state, held in self._states:
+            for name, value in held.items():
+                state[name] = value
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+        for param, version, copy in self._weights:
+            # Only those that were changed: autograd may still need the others as they are.
+            if param._version != version:
+                param.copy_(copy)
 
 
 class RoundOptimizer(Optimizer):
@@ -31,6 +100,7 @@ class RoundOptimizer(Optimizer):
     these two, what a parameter's state is, and how settings are checked.
 
     Attributes:
+        batches: the number of batches in a round; with a process group, of this rank's.
         round: where the round stands.
         observers: called at the end of every round; neither copied nor saved.
     """
@@ -47,23 +117,20 @@ class RoundOptimizer(Optimizer):
     observers: tuple[Callable[[], None], ...] = ()
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
+        self.defaults = defaults
         self.round = Round()
         self.start_afresh()
         super().__init__(params, defaults)
 
     def start_afresh(self) -> None:
         """Drop what belongs to this object and these tensors, and is never saved."""
+        self.batches = int(self.defaults["batches"])
         self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
         self._watch = nonfinite.Watch()
         self._guard = Guard()
         self.life = traced.register(self)
 
     # Where it stands
-
-    @property
-    def batches(self) -> int:
-        """The number of batches in a round; with a process group, of this rank's."""
-        return int(self.defaults["batches"])
 
     @property
     def iteration(self) -> int:
@@ -115,7 +182,8 @@ class RoundOptimizer(Optimizer):
     @disable_dynamo
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
-        self._report_nonfinite()
+        if self._watch.waits:
+            self._report_nonfinite()
         slot = self._claim(batch)
         for group in self.param_groups:  # before a batch's dual has changed
             lr = group["lr"]
@@ -190,7 +258,8 @@ class RoundOptimizer(Optimizer):
     def _end_round(self, members: list[list[Member]]) -> None:
         """Begin the next round, look after the weights, and tell observers."""
         self.round.begin_next()
-        self._guard.look(self.iteration, self._params, self._remedy)
+        if not self.round.iteration % self._guard.every:
+            self._guard.look(self.round.iteration, self._params, self._remedy)
         for observe in self.observers:
             observe()
 
@@ -336,7 +405,7 @@ class RoundOptimizer(Optimizer):
 
         It may be taken in the middle of a round; a run resumed from it goes on bit for bit.
         """
-        return state.packed(super().state_dict(), self.round)
+        return packed(super().state_dict(), self.round)
 
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -352,7 +421,7 @@ class RoundOptimizer(Optimizer):
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             prepared = prepare(self, given)
             given = given if prepared is None else prepared
-        self.__setstate__(state.unpacked(given, self, self._check_loaded)._asdict())
+        self.__setstate__(unpacked(given, self, self._check_loaded)._asdict())
         for finish in self._optimizer_load_state_dict_post_hooks.values():
             finish(self)
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels.dispatch import Plans
 from torchpisa.kernels.job import Member
-from torchpisa.optim.part import Part
-from torchpisa.optim.round import Round
+from torchpisa.optim.round import Part, Round
 
 # Not every build of torch has these, and type hints must be resolved in all of them.
 if TYPE_CHECKING or torch.distributed.is_available():

@@ -10,13 +10,15 @@ from torch.optim.optimizer import ParamsT
 
 from torchpisa.algorithms import pisa
 from torchpisa.checks import check_count
-from torchpisa.kernels import dispatch, foreach
+from torchpisa.kernels import dispatch
 from torchpisa.kernels.job import Member, real
 from torchpisa.optim import arguments, nonfinite, report
-from torchpisa.optim.optimizer import RoundOptimizer
-from torchpisa.optim.part import Group, Part, Rule
+from torchpisa.optim.optimizer import RoundOptimizer, Undo
 from torchpisa.optim.peers import DeviceMesh, Peers, ProcessGroup
 from torchpisa.optim.round import (
+    Group,
+    Part,
+    Rule,
     clip_scale,
     consensus,
     contribute_duals,
@@ -24,7 +26,6 @@ from torchpisa.optim.round import (
     finish,
     local_job,
 )
-from torchpisa.optim.undo import Undo
 from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import Identity, Preconditioner
 from torchpisa.preconditioners.base import initial_state
@@ -118,7 +119,7 @@ class PISA(RoundOptimizer):
 
     shared = ("batches", "ranks", "weights", "clip", "nonfinite")
     _dual_key = state_key("dual", 0)
-    _rules: ClassVar[tuple[Rule, ...]] = (Rule(("preconditioner",), _given),)
+    _rules: ClassVar[tuple[Rule, ...]] = (Rule((), _given),)
 
     # The other ranks; a load leaves them alone, and copies have none.
     peers: Peers | None = None
@@ -214,10 +215,9 @@ class PISA(RoundOptimizer):
 
     def _take(self, slot: int, members: list[list[Member]]) -> None:
         took = 1 << slot if self.peers is not None else 0  # while the backward pass was running
-        reached = [
-            [m for m in own if m.grad is not None and not m.state["arrived"] & took]
-            for own in members
-        ]
+        reached = []
+        for own in members:
+            reached.append([m for m in own if m.grad is not None and not m.state["arrived"] & took])
         if any(reached) or self.peers is None or not self.peers.begun:
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             self._local_step(slot, reached, "step", scale, found_inf)
@@ -245,15 +245,15 @@ class PISA(RoundOptimizer):
         parts = self.parts()
         kernels = []
         for number, (part, own) in enumerate(zip(parts, reached, strict=True)):
-            preconditioner = part.preconditioner
-            if own:
+            preconditioner, follows = part.preconditioner, part.group[part.rule.sigma] is None
+            if own and type(preconditioner).check is not Preconditioner.check:
                 preconditioner.check([member.origin for member in own])
             kernels.append(
                 dispatch.for_local_step(
-                    part.group, own, preconditioner, slot, part.follows, (number, key), self._plans
+                    part.group, own, preconditioner, slot, follows, (number, key), self._plans
                 )
             )
-        where = f"batch {slot} of iteration {self.iteration}"
+        where = f"batch {slot} of iteration {self.round.iteration}"
         verdict = nonfinite.verdict(self.param_groups, reached, kernels, found_inf, where)
         if verdict.problem is not None:
             if self.peers is None:
@@ -267,7 +267,9 @@ class PISA(RoundOptimizer):
         if not verdict.present:
             return False
         alone = self._alone
-        flags = self._watch.flags([part.params for part in parts], reached, verdict.deferred)
+        flags: Sequence[list[Tensor] | None] = [None] * len(parts)
+        if any(verdict.deferred):
+            flags = self._watch.flags([part.params for part in parts], reached, verdict.deferred)
         jobs = []
         for part, own, flagged in zip(parts, reached, flags, strict=True):
             job = local_job(part, own, slot, verdict.keep, alone)
@@ -292,12 +294,13 @@ class PISA(RoundOptimizer):
         return self.peers is None and self.batches == 1
 
     def _open(self) -> None:
-        if not self.synced or (self.peers is not None and self.peers.begun):
+        if self.round.used or (self.peers is not None and self.peers.begun):
             return
         # All rules are asked before anything changes: one may raise.
-        grown = [
-            (part, part.next_sigmas(self.iteration)) for part in self.parts() if not part.follows
-        ]
+        grown = []
+        for part in self.parts():
+            if part.group["gamma"] != 1.0 and not part.follows:
+                grown.append((part, part.next_sigmas(self.round.iteration)))
         for part, new in grown:
             if part.group["capturable"]:
                 for sigma, value in zip(part.sigmas, new, strict=True):
@@ -344,18 +347,23 @@ class PISA(RoundOptimizer):
         return "give a larger sigma, or leave out sigma and rho"
 
     def _to_copy(self, members: list[list[Member]]) -> list[Member]:
-        # A preconditioner of a user's own may raise half-way.
-        if all(foreach.knows(part.preconditioner) for part in self.parts()):
-            return []
-        return [member for own in members for member in own]
+        for part in self.parts():
+            if not part.known:  # a preconditioner of a user's own may raise half-way
+                return [member for own in members for member in own]
+        return []
 
     def _members(self, slot: int | None = None) -> list[list[Member]]:
         if slot is not None and self.peers is not None:
             self.peers.expect(slot, self._params)
-        return [
-            [m for p in part.params if (m := self.member(p, p.grad, part.group)) is not None]
-            for part in self.parts()
-        ]
+        members: list[list[Member]] = []
+        for part in self.parts():
+            own = []
+            for param in part.params:
+                member = self.member(param, param.grad, part.group)
+                if member is not None:
+                    own.append(member)
+            members.append(own)
+        return members
 
     def _local(self, member: Member, group: Group) -> Member:
         preconditioner = self._part_of(member.param, group).preconditioner

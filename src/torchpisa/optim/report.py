@@ -11,7 +11,7 @@ from torch import Tensor
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.distributed import dtensor
 from torchpisa.kernels.job import real
-from torchpisa.optim.part import Group, Part
+from torchpisa.optim.round import Group, Part
 from torchpisa.preconditioners import Preconditioner
 from torchpisa.state_keys import of_slot, split_key, state_key
 

@@ -11,9 +11,9 @@ from torch.optim.optimizer import ParamsT
 from torchpisa.algorithms.sisa import Scheme
 from torchpisa.checks import check_range
 from torchpisa.optim import arguments
-from torchpisa.optim.part import Group, Rule
 from torchpisa.optim.peers import DeviceMesh, ProcessGroup
 from torchpisa.optim.pisa import PISA
+from torchpisa.optim.round import Group, Rule
 from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import SecondMoment
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.optim import arguments
-from torchpisa.optim.part import Group
-from torchpisa.optim.round import PROGRESS, Round
+from torchpisa.optim.round import PROGRESS, Group, Round
 from torchpisa.preconditioners import Preconditioner
 from torchpisa.state_keys import split_key, state_key
 

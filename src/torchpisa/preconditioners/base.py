@@ -63,16 +63,13 @@ class Preconditioner(ABC):
             state, as in the formula above. What is needed is \(\sigma_i d_i\), and `solve` is then
             asked for it directly, with \(\sigma_i = 1\) and \(\rho_i / \sigma_i\) for \(\rho_i\),
             which stays in the range of the dtype however large the penalty has grown.
+        proximal: what holds the weights back at the consensus; None for (2.9) as it is.
     """
 
     clips: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     homogeneous: ClassVar[bool] = False
-
-    @property
-    def proximal(self) -> "Spectral | None":
-        """What holds the weights back at the consensus; None for equation (2.9) as it is."""
-        return None
+    proximal: "ClassVar[Spectral | None]" = None
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
         """State of one batch for `param` before the first round, by name. None by default.

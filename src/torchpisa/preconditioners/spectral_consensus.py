@@ -46,7 +46,7 @@ class SpectralConsensus(Preconditioner):
             )
 
     @property
-    def proximal(self) -> Spectral:
+    def proximal(self) -> Spectral:  # type: ignore[override]
         return self.spectral
 
     def check(self, params: Sequence[Tensor]) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torchpisa.optim import arguments
 from torchpisa.optim.arguments import PENALTIES
-from torchpisa.optim.part import Group
-from torchpisa.optim.round import PROGRESS, Round
+from torchpisa.optim.round import PROGRESS, Group, Round
 from torchpisa.optim.state import packed
 
 __all__ = ["PER_NODE", "Contents", "from_bytes", "joined", "pack", "to_bytes", "unpack"]

@@ -22,9 +22,8 @@ from torchpisa.distributed.process_group import Ranks
 from torchpisa.kernels.dispatch import steps_parts
 from torchpisa.kernels.job import Member
 from torchpisa.optim.arguments import PENALTIES
-from torchpisa.optim.part import Group, Part, Totals
 from torchpisa.optim.pisa import PISA
-from torchpisa.optim.round import Round, consensus, contribute_missing
+from torchpisa.optim.round import Group, Part, Round, Totals, consensus, contribute_missing
 from torchpisa.state_keys import node_key, state_key
 
 __all__ = ["Named", "add_pending", "overlaps", "rank_of", "resume", "share_out"]
@@ -114,9 +113,8 @@ def _states(source: Stored, own: Named, optimizer: PISA, group: Group) -> dict[s
         if saved != optimizer.has_state(param):
             optimizer.init_state([param], group)
         if saved:
-            member = optimizer.member(param, None, group)  # which moves to the parameter's device
-            assert member is not None
-            states[name] = member.state
+            optimizer.member(param, None, group)  # moves it to the parameter's device
+            states[name] = optimizer.state[param]
     return states
 
 
