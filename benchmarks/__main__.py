@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks import diagnostics, federated, lightbench, step, step_figure
+from benchmarks import diagnostics, federated, lightbench, step, step_figure, walk
 from benchmarks.defaults import command as defaults
 from benchmarks.distributed import command as distributed
 from benchmarks.distributed import report as distributed_report
@@ -10,6 +10,7 @@ from benchmarks.distributed import report as distributed_report
 COMMANDS = {
     "step": step.main,
     "figure": step_figure.main,
+    "walk": walk.main,
     "diagnostics": diagnostics.main,
     "federated": federated.main,
     "defaults": defaults.main,

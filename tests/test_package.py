@@ -22,18 +22,28 @@ MAY_IMPORT = {
     "checks": set(),
     "penalty": {"checks"},
     "data": set(),
+    "state_keys": set(),
+    "torch_private": set(),
     "preconditioners": {"algorithms", "checks"},
-    "kernels": {"algorithms", "preconditioners"},
-    "optim": {"algorithms", "preconditioners", "kernels", "penalty", "checks"},
-    "distributed": {"kernels", "optim"},
-    "diagnostics": {"kernels", "optim", "preconditioners", "checks"},
+    "kernels": {"algorithms", "preconditioners", "state_keys", "torch_private", "distributed"},
+    "optim": {
+        *("algorithms", "preconditioners", "kernels", "penalty", "checks"),
+        *("state_keys", "torch_private", "distributed"),
+    },
+    "distributed": {"algorithms", "kernels", "optim", "state_keys", "torch_private"},
+    "diagnostics": {"kernels", "optim", "distributed", "preconditioners", "checks", "state_keys"},
     "tuning": {"checks", "diagnostics", "optim"},
     "theory": {"algorithms", "preconditioners", "optim", "checks"},
     "federated": {"algorithms", "preconditioners", "penalty", "data", "checks"},
     "integrations": {"optim"},
     "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
 }
-INTERNAL = {"checks", "kernels"}  # no part of the public interface
+INTERNAL = {"checks", "kernels", "state_keys", "torch_private"}  # not of the public interface
+# All that what distributed/ builds on may import from it: what is known of sharded tensors and,
+# where a process group is given, what implements the optimizers' `Peers`.
+UNDER_DISTRIBUTED = {"kernels": {"dtensor"}, "optim": {"dtensor", "process_group"}}
+# Modules of kernels/triton that do without Triton.
+WITHOUT_TRITON = {"kernels.triton", "kernels.triton.plan", "kernels.triton.table"}
 # Folders that need optional packages: they may import them, and are imported only when needed.
 NEEDS = {
     "kernels/triton": {"triton"},
@@ -166,7 +176,7 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
             module = ".".join([*base, node.module] if node.module else base)
             # `from torchpisa import x` names the room in x.
             names = [module]
-            if module == "torchpisa":
+            if module in {"torchpisa", "torchpisa.distributed"}:
                 names = [f"{module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -187,9 +197,12 @@ def test_import_direction(room: str) -> None:
             top, _, rest = name.partition(".")
             folder = path.parent.relative_to(SOURCE).as_posix()
             if top == "torchpisa":
-                allowed = rest.partition(".")[0] in MAY_IMPORT[room] | {room}
+                other, _, module = rest.partition(".")
+                allowed = other in MAY_IMPORT[room] | {room}
+                if other == "distributed" and room in UNDER_DISTRIBUTED:
+                    allowed = module in UNDER_DISTRIBUTED[room]
                 for special in NEEDS:
-                    if rest.startswith(special.replace("/", ".")) and folder != special:
+                    if rest not in WITHOUT_TRITON and rest.startswith(special.replace("/", ".")) and folder != special:
                         allowed = allowed and not at_module_level
             elif top in {"torch"} | NEEDS.get(folder, set()) or top in sys.stdlib_module_names:
                 allowed = True
@@ -202,6 +215,24 @@ def test_import_direction(room: str) -> None:
 
 def test_import_leaves_triton_alone() -> None:
     run(sys.executable, "-c", "import sys, torchpisa; assert 'triton' not in sys.modules")
+
+
+LAZY = """
+import sys, torchpisa
+
+assert "torchpisa.tuning" not in sys.modules and "torchpisa.federated" not in sys.modules
+assert callable(torchpisa.tuning.calibrate) and torchpisa.data and torchpisa.federated
+assert callable(torchpisa.distributed.attach) and callable(torchpisa.distributed.save)
+assert {"tuning", "MISA"} <= set(dir(torchpisa))
+try:
+    torchpisa.nothing
+except AttributeError as error:
+    assert "no attribute 'nothing'" in str(error)
+"""
+
+
+def test_submodules_load_when_named() -> None:
+    run(sys.executable, "-c", LAZY)
 
 
 # The documentation of what is public

@@ -5,8 +5,36 @@
 >>> opt = torchpisa.MISA(model.parameters())
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from torchpisa.optim import MISA, NSISA, PISA, SISA
 
 __all__ = ["MISA", "NSISA", "PISA", "SISA", "__version__"]
 
 __version__ = "0.1.0"
+
+# Loaded when they are first named, as in `torchpisa.tuning.calibrate`.
+_SUBMODULES = (
+    "algorithms",
+    "data",
+    "diagnostics",
+    "distributed",
+    "federated",
+    "integrations",
+    "optim",
+    "penalty",
+    "preconditioners",
+    "theory",
+    "tuning",
+)
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _SUBMODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})
