@@ -126,7 +126,7 @@ def federated_round() -> Walk:
     algorithm = federated.SISA(sigma=1.0, rho=1.0)
     simulation = federated.Simulation(nn.Linear(4, 3), clients, algorithm)
     simulation.run(2, progress=False)
-    return follow(lambda: simulation.run(1, progress=False))
+    return follow(lambda: simulation.run(3, progress=False))
 
 
 def walks() -> dict[str, Walk]:
