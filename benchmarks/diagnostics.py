@@ -27,7 +27,7 @@ from benchmarks.step import rounded
 from benchmarks.stopwatch import Problem
 from torchpisa import SISA
 from torchpisa.diagnostics import Diagnostics, measure
-from torchpisa.diagnostics.sample import Layout
+from torchpisa.diagnostics.sampling import SampleLayout
 
 __all__ = ["main"]
 
@@ -91,12 +91,12 @@ def row(problem: Problem, batches: int, every: int, repeats: int) -> dict[str, A
 @torch.no_grad()
 def alone(opt: SISA, problem: Problem) -> float:
     """Milliseconds of what a row takes: a snapshot before the round, and the rest after it."""
-    layout = Layout(opt)
+    layout = SampleLayout(opt)
 
     def once() -> None:
-        before = measure.take(opt, layout)
-        layout.fits(opt)
-        measure.measure(opt, before, measure.take(opt, layout))
+        before = measure.take_snapshot(opt, layout)
+        layout.matches(opt)
+        measure.measure(opt, before, measure.take_snapshot(opt, layout))
 
     return timed(once, ALONE, problem)
 

@@ -34,10 +34,10 @@ from benchmarks import environment
 from torchpisa.data import Parts, permutation
 from torchpisa.federated import MISA, SISA, FedAvg, FullGradient, Scaffold, accuracy
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, add
-from torchpisa.federated.client import local_round
+from torchpisa.federated.clients.local_round import local_round
+from torchpisa.federated.clients.objective import Objective
 from torchpisa.federated.flower.ledger import Ledger
-from torchpisa.federated.flower.screen import Screen, scale, sizes
-from torchpisa.federated.objective import Objective
+from torchpisa.federated.flower.screen import Screen, norms, weight_scale
 from torchpisa.federated.partition import by_label, by_quantity, dirichlet, iid
 
 CLIENTS, ROUNDS, LIAR, LATE = 10, 30, 1, 15
@@ -104,11 +104,11 @@ def run(spread: str, name: str, story: str, measure: str, limit: float) -> dict[
             updates[client] = update, memory
             known = ledger.sums.get(str(client), {}) if measure == "standing" else {}
             steps = torch.tensor(float(work.gradients))
-            seen[client] = sizes(algorithm.standing(server, update, known, steps))
+            seen[client] = norms(algorithm.standing(server, update, known, steps))
         total, share = None, 0.0
         for client, (update, memory) in updates.items():
             asked += client != LIAR or story in HONEST
-            if screen.complaint(seen[client], list(seen.values()), scale(server)):
+            if screen.complaint(seen[client], list(seen.values()), weight_scale(server)):
                 rejected += client != LIAR or story in HONEST
                 continue
             ledger.add(str(client), algorithm.contribution(update))

@@ -1,4 +1,4 @@
-"""What a client does with its data in one round: which samples each of its local steps sees."""
+"""Local work: the samples that each local step of a client uses."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -17,15 +17,15 @@ Key = tuple[int, str]
 
 @runtime_checkable
 class LocalWork(Protocol):
-    """The local steps of a round, each with the samples that its gradient is averaged over."""
+    """The local steps of a round, each with the samples that its gradient averages over."""
 
     @property
     def chunk(self) -> int:
-        """Samples that are in memory at once; a larger gradient is accumulated."""
+        """Return the number of samples in memory at once; a larger gradient is accumulated."""
         ...
 
     def plan(self, samples: int, key: Key, iteration: int) -> list[Tensor]:
-        """Indices of the samples for each local step of round `iteration`, which counts from 0.
+        """Return the indices of the samples for each local step of round `iteration`, from 0.
 
         A pure function of its arguments: a round that is repeated repeats exactly, and nothing
         needs saving.
@@ -35,7 +35,7 @@ class LocalWork(Protocol):
 
 @dataclass(frozen=True)
 class FullGradient:
-    """The gradient of all the client's data, in every local step.
+    """The gradient over all data of the client, in every local step.
 
     Args:
         steps: local steps per round; 1 in the paper.
@@ -55,7 +55,7 @@ class FullGradient:
 
 @dataclass(frozen=True)
 class Minibatches:
-    """A few mini-batches per round, which go on through shuffled passes over the data.
+    """A few mini-batches per round, which continue through shuffled passes over the data.
 
     Every mini-batch is full: one that reaches the end of a pass is filled from the next, and a
     client with fewer samples than `batch_size` uses all of them.
@@ -105,13 +105,13 @@ class Epochs:
 
 
 def check_local(local: Any) -> None:
-    """Raise TypeError unless `local` plans a client's work."""
+    """Raise TypeError unless `local` is a plan of local work."""
     if not isinstance(local, LocalWork):
         raise TypeError(f"local must be FullGradient, Minibatches or Epochs, got {local!r}")
 
 
 def _continued(samples: int, key: Key, iteration: int, wanted: int, size: int) -> list[Tensor]:
-    """Mini-batches of the `wanted` samples of a round, from an endless row of shuffled passes."""
+    """Return a round's mini-batches, `wanted` samples of an endless row of shuffled passes."""
     first = iteration * wanted
     start, stop = first // samples, -(-(first + wanted) // samples)
     passes = [permutation(samples, "client", *key, number) for number in range(start, stop)]

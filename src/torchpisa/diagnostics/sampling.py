@@ -1,7 +1,7 @@
-"""Which coordinates are looked at: short runs at even distances, some of every tensor.
+"""The sample of coordinates that is measured: short runs at even distances, some of every tensor.
 
-Runs, because memory is read in lines; at even distances, because that is one view per tensor, and
-one call copies from many views; always the same, so that rows can be compared.
+They are runs because memory is read in lines; at even distances because that is one view per tensor
+and one call copies from many views; and always the same ones, so that rows can be compared.
 """
 
 import math
@@ -18,17 +18,15 @@ from torchpisa.optim import rounds
 from torchpisa.optim.base import ConsensusOptimizer
 from torchpisa.preconditioners import Preconditioner
 
-__all__ = ["Layout", "Piece", "Section", "pieces"]
+__all__ = ["SampleLayout", "SampleSection", "SampledRuns", "sampled_runs"]
 
-# Coordinates of the weights, and the same times the batches, each of which has its own dual.
-_COORDINATES = 2**16
-_NUMBERS = 2**18
-# Two or four lines of a cache.
-_RUN = 32
+_MAX_COORDINATES = 2**16
+_MAX_DUALS = 2**18  # coordinates times batches, each of which has a dual
+_RUN = 32  # elements, two or four lines of a cache
 
 
-class Piece(NamedTuple):
-    """What is looked at of a tensor of `size` numbers: runs of them, as they lie in memory."""
+class SampledRuns(NamedTuple):
+    """The sampled runs of a tensor with `size` elements, in the order of memory."""
 
     size: int
     runs: int
@@ -37,59 +35,62 @@ class Piece(NamedTuple):
     distance: int
 
     @property
-    def whole(self) -> bool:
-        """Whether that is everything."""
+    def complete(self) -> bool:
+        """Return True if the sample is the whole tensor."""
         return self.length == self.size
 
     @property
-    def taken(self) -> int:
-        """Numbers that are looked at."""
+    def samples(self) -> int:
+        """Return the number of sampled elements."""
         return self.runs * self.length
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """A view of them: one row per run, or flat if it is everything."""
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """Return a view of the sample: one row per run, or flat if it is the whole tensor."""
         gap = 1
         if not tensor.is_contiguous():
             tensor = _flat(tensor)
             gap = tensor.stride(0)
-        if self.whole:
+        if self.complete:
             return tensor.reshape(-1)
         start = tensor.storage_offset() + gap * self.start
         return tensor.as_strided((self.runs, self.length), (gap * self.distance, gap), start)
 
 
-def pieces(sizes: Sequence[int], coordinates: int) -> list[Piece]:
-    """About so many coordinates of tensors of these sizes: by size, but one run at least."""
+def sampled_runs(sizes: Sequence[int], coordinates: int) -> list[SampledRuns]:
+    """Return runs of about `coordinates` elements in all; every tensor has at least one."""
     total = sum(sizes)
     if total <= coordinates:
-        return [Piece(size, 1, size, 0, 0) for size in sizes]
+        return [SampledRuns(size, 1, size, 0, 0) for size in sizes]
     length = max(1, min(_RUN, coordinates // len(sizes)))
-    return [_piece(size, max(1, size * coordinates // (total * length)), length) for size in sizes]
+    return [
+        _sampled_runs(size, max(1, size * coordinates // (total * length)), length)
+        for size in sizes
+    ]
 
 
-def _piece(size: int, runs: int, length: int) -> Piece:
+def _sampled_runs(size: int, runs: int, length: int) -> SampledRuns:
     if size <= runs * length:
-        return Piece(size, 1, size, 0, 0)
-    # A distance with a divisor in common with the rows' length would visit some columns only.
+        return SampledRuns(size, 1, size, 0, 0)
+    # A distance that shares a divisor with the length of a row would visit some columns only.
     widest = size // runs
     distance = next((d for d in range(widest, length, -1) if math.gcd(d, size) == 1), widest)
     start = (size - (runs - 1) * distance - length) // 2
-    return Piece(size, runs, length, start, distance)
+    return SampledRuns(size, runs, length, start, distance)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All numbers of `tensor` in the order of memory."""
+    """Return all elements of `tensor` in the order of memory."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).reshape(-1)
 
 
 @dataclass(frozen=True)
-class Section:
-    """Parameters whose samples are computed with together; those seen whole come first.
+class SampleSection:
+    """Parameters whose samples are computed together; completely sampled ones come first.
 
     Attributes:
         params: the parameters.
-        pieces: what is looked at of each, as far as it is held here.
+        pieces: the sample of each, as far as this process holds it.
         preconditioner: theirs.
         dual_decay: theirs.
         follows: whether their sigma follows their gradients.
@@ -99,7 +100,7 @@ class Section:
     """
 
     params: list[Tensor]
-    pieces: list[Piece]
+    pieces: list[SampledRuns]
     preconditioner: Preconditioner
     dual_decay: float
     follows: bool
@@ -108,25 +109,25 @@ class Section:
     scale: Tensor
 
     def gather(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Samples of tensors that are laid out like the parameters, one row for each sequence."""
+        """Return samples of tensors laid out like the parameters, one row per sequence."""
         parts = []
-        for whole in (True, False):
-            own = [piece for piece in self.pieces if piece.whole is whole]
+        for complete in (True, False):
+            pieces = [piece for piece in self.pieces if piece.complete is complete]
             views = [
-                piece.of(real(sharded.local(tensor)))
+                piece.view_of(real(sharded.local(tensor)))
                 for row in rows
                 for piece, tensor in zip(self.pieces, row, strict=True)
-                if piece.whole is whole
+                if piece.complete is complete
             ]
-            if own:
-                count = sum(piece.taken for piece in own)
-                parts.append(torch.cat(views).reshape(len(rows), count))
+            if pieces:
+                samples = sum(piece.samples for piece in pieces)
+                parts.append(torch.cat(views).reshape(len(rows), samples))
         sample = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return sample.to(self.scale.dtype)
 
 
-class Layout:
-    """The sample of all parameters that have state.
+class SampleLayout:
+    """The sampled coordinates of all parameters that have state.
 
     Attributes:
         sections: the parameters, by what they have in common.
@@ -138,15 +139,14 @@ class Layout:
     def __init__(self, optimizer: ConsensusOptimizer) -> None:
         self._key, entries = _key(optimizer)
         sizes = [real(sharded.local(param)).numel() for param, _ in entries]
-        budget = min(_COORDINATES, max(1, _NUMBERS // optimizer.batches))
-        found: dict[Any, list[tuple[Tensor, int, Piece]]] = {}
-        for (param, number), (_, *kind), piece in zip(
-            entries, self._key, pieces(sizes, budget), strict=True
-        ):
-            found.setdefault(tuple(kind[1:]), []).append((param, number, piece))
+        budget = min(_MAX_COORDINATES, max(1, _MAX_DUALS // optimizer.batches))
+        by_kind: dict[Any, list[tuple[Tensor, int, SampledRuns]]] = {}
+        pieces = sampled_runs(sizes, budget)
+        for (param, number), (_, _, *kind), piece in zip(entries, self._key, pieces, strict=True):
+            by_kind.setdefault(tuple(kind), []).append((param, number, piece))
         parts = sharded.groups([param for param, _ in entries])
         self.shards = math.prod(group.size() for group in parts)
-        self.sections = [_section(optimizer, own, self.shards) for own in found.values()]
+        self.sections = [_section(optimizer, group, self.shards) for group in by_kind.values()]
         devices = [section.scale.device for section in self.sections]
         on_host = torch.device("cpu")
         self.home = next((device for device in devices if device != on_host), on_host)
@@ -154,19 +154,19 @@ class Layout:
         for param, number in entries:
             self.sizes[number] += param.numel()
 
-    def fits(self, optimizer: ConsensusOptimizer) -> bool:
-        """Whether it is still the sample: no parameter is new, has moved or changed its rule."""
+    def matches(self, optimizer: ConsensusOptimizer) -> bool:
+        """Return True while no parameter is new, has moved or has changed its rule."""
         return self._key == _key(optimizer)[0]
 
 
 def _key(optimizer: ConsensusOptimizer) -> tuple[list[Any], list[tuple[Tensor, int]]]:
-    """What a layout depends on, and the parameters with the numbers of their groups."""
+    """Return what a layout depends on, and the parameters with the indices of their groups."""
     key = []
     entries = []
     for number, group in enumerate(optimizer.param_groups):
         rule: Any = optimizer.preconditioner(group)
         if not foreach.knows(rule):
-            rule = id(rule)  # which the group keeps alive
+            rule = id(rule)  # unique, because the group keeps the rule alive
         for param in group["params"]:
             dual = optimizer.state.get(param, {}).get("dual.0")
             if dual is not None:
@@ -178,33 +178,35 @@ def _key(optimizer: ConsensusOptimizer) -> tuple[list[Any], list[tuple[Tensor, i
 
 
 def _section(
-    optimizer: ConsensusOptimizer, own: list[tuple[Tensor, int, Piece]], over: int
-) -> Section:
-    own = sorted(own, key=lambda entry: not entry[2].whole)
-    group = optimizer.param_groups[own[0][1]]
-    counts = torch.tensor([piece.taken for _, _, piece in own])
-    device = sharded.local(optimizer.state[own[0][0]]["dual.0"]).device
-    shares = [piece.size / max(1, piece.taken) / _copies(param, over) for param, _, piece in own]
-    # Not all devices have more than float32.
+    optimizer: ConsensusOptimizer, entries: list[tuple[Tensor, int, SampledRuns]], shards: int
+) -> SampleSection:
+    entries = sorted(entries, key=lambda entry: not entry[2].complete)
+    group = optimizer.param_groups[entries[0][1]]
+    counts = torch.tensor([piece.samples for _, _, piece in entries])
+    device = sharded.local(optimizer.state[entries[0][0]]["dual.0"]).device
+    shares = [
+        piece.size / max(1, piece.samples) / _copies(param, shards) for param, _, piece in entries
+    ]
+    # MPS has no float64.
     wide = torch.float32 if device.type == "mps" else torch.float64
-    return Section(
-        params=[param for param, _, _ in own],
-        pieces=[piece for _, _, piece in own],
+    return SampleSection(
+        params=[param for param, _, _ in entries],
+        pieces=[piece for _, _, piece in entries],
         preconditioner=optimizer.preconditioner(group),
         dual_decay=float(group["dual_decay"]),
         follows=rounds.follows(group),
-        tensor_of=torch.arange(len(own)).repeat_interleave(counts).to(device),
-        group_of=torch.tensor([n for _, n, _ in own]).repeat_interleave(counts).to(device),
+        tensor_of=torch.arange(len(entries)).repeat_interleave(counts).to(device),
+        group_of=torch.tensor([n for _, n, _ in entries]).repeat_interleave(counts).to(device),
         scale=torch.tensor(shares, dtype=wide).repeat_interleave(counts).to(device),
     )
 
 
-def _copies(param: Tensor, over: int) -> float:
-    """How many of the `over` processes that hold parts of the model hold the same of `param`."""
+def _copies(param: Tensor, shards: int) -> float:
+    """Return the number of the `shards` processes that hold the same part of `param`."""
     if not sharded.is_sharded(param):
-        return over
+        return shards
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
     pairs = zip(mesh.shape, placements, strict=True)
-    same: int = math.prod(size for size, placement in pairs if placement.is_replicate())
+    replicas: int = math.prod(size for size, placement in pairs if placement.is_replicate())
     processes: int = math.prod(mesh.shape)
-    return same * over / processes
+    return replicas * shards / processes

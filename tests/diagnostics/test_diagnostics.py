@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from tests.diagnostics import literal
-from tests.diagnostics.test_values import backward, network
+from tests.diagnostics.test_measure import backward, network
 from tests.distributed.processes import run
 from tests.optim.table import ENTRIES, Entry
 from torchpisa import MISA, SISA
 from torchpisa.diagnostics import Diagnostics
-from torchpisa.diagnostics.rows import COLUMNS
+from torchpisa.diagnostics.output import COLUMNS
 
 # Noise and unequal data, where it is right to warn.
 pytestmark = pytest.mark.filterwarnings("ignore:the . batches hardly agree:UserWarning")
@@ -78,7 +78,7 @@ def test_closing_ends_it() -> None:
     second.close()
     assert not opt._observers
     with Diagnostics(opt) as third:
-        assert opt._observers == (third._observe,)
+        assert opt._observers == (third._on_round_end,)
     assert not opt._observers
 
 

@@ -1,4 +1,4 @@
-"""sigma while training: balanced residuals, and restarts with a larger one."""
+"""Changes of sigma during training: balanced residuals, and restarts with a larger sigma."""
 
 import copy
 import math
@@ -12,8 +12,8 @@ from torchpisa.checks import check_count, check_range
 from torchpisa.diagnostics import Diagnostics
 from torchpisa.optim import rounds
 from torchpisa.optim.base import ConsensusOptimizer
-from torchpisa.tuning.steadiness import judge
-from torchpisa.tuning.untouched import Snapshot
+from torchpisa.tuning.loss_trend import loss_trend
+from torchpisa.tuning.restoring import ModelSnapshot
 
 __all__ = ["ResidualBalancing", "Restart"]
 
@@ -31,7 +31,7 @@ def _multiply_sigma(optimizer: ConsensusOptimizer, factor: float) -> None:
 
 
 class Restart:
-    """Start again with a larger sigma if the first iterations oscillate or diverge (Appendix A.2).
+    """A restart with a larger sigma if the first iterations oscillate or diverge (Appendix A.2).
 
     Args:
         model: the model, before training.
@@ -55,8 +55,7 @@ class Restart:
         ...         print("again, with sigma", opt.param_groups[0]["sigma"])
     """
 
-    # Averages over so many windows are judged.
-    _WINDOWS = 20
+    _WINDOWS = 20  # over which losses are averaged before they are judged
 
     def __init__(
         self,
@@ -78,26 +77,26 @@ class Restart:
             )
         self.restarts = 0
         self._optimizer = optimizer
-        self._weights = Snapshot(model)
+        self._weights = ModelSnapshot(model)
         self._state = copy.deepcopy(optimizer.state_dict())
         self._iterations = iterations
         self._factor = factor
-        self._most = restarts
+        self._max_restarts = restarts
         self._losses: list[float] = []
 
     def update(self, loss: float) -> bool:
-        """Tell it the loss of a step; True if it has gone back to the start.
+        """Record the loss of a step; return True if training was set back to the start.
 
         Weights and state are the initial ones then, with a larger sigma. Going back to the start of
         the data, too, is up to the caller.
         """
-        if len(self._losses) >= self._iterations or self.restarts >= self._most:
+        if len(self._losses) >= self._iterations or self.restarts >= self._max_restarts:
             return False
         self._losses.append(float(loss))
-        if not self._is_bad():
+        if not self._is_unsteady():
             return False
         self.restarts += 1
-        if self.restarts == self._most:
+        if self.restarts == self._max_restarts:
             warnings.warn(
                 f"the loss is not steady after {self.restarts} restarts; this was the last",
                 RuntimeWarning,
@@ -109,7 +108,7 @@ class Restart:
         _multiply_sigma(self._optimizer, self._factor**self.restarts)
         return True
 
-    def _is_bad(self) -> bool:
+    def _is_unsteady(self) -> bool:
         if not math.isfinite(self._losses[-1]):
             return True
         size = self._iterations // self._WINDOWS
@@ -119,13 +118,13 @@ class Restart:
             self._losses[start : start + size] for start in range(0, len(self._losses), size)
         ]
         variance = statistics.fmean(map(statistics.variance, windows)) / size
-        verdict = judge([statistics.fmean(window) for window in windows], math.sqrt(variance))
+        trend = loss_trend([statistics.fmean(window) for window in windows], math.sqrt(variance))
         complete = len(windows) == self._WINDOWS
-        return verdict == "diverges" or (complete and verdict == "oscillates")
+        return trend == "diverges" or (complete and trend == "oscillates")
 
 
 class ResidualBalancing:
-    """Keep primal and dual residual comparable by changing sigma while training.
+    """A rule that keeps primal and dual residual comparable by changing sigma in training.
 
     If the batches' copies are far apart (large primal residual, relative to the weights) sigma
     grows; if the weights still move a lot (large dual residual, relative to the duals) it shrinks.
@@ -153,11 +152,11 @@ class ResidualBalancing:
         self._optimizer = optimizer
         self._ratio = ratio
         self._factor = factor
-        self._watch = Diagnostics(optimizer, every=every, callback=self._balance)
+        self._diagnostics = Diagnostics(optimizer, every=every, callback=self._balance)
 
     def close(self) -> None:
-        """Stop watching; sigma stays as it is."""
-        self._watch.close()
+        """Stop observing; sigma stays as it is."""
+        self._diagnostics.close()
 
     def _balance(self, row: dict[str, Any]) -> None:
         primal, dual = row["primal_relative"], row["dual_relative"]

@@ -1,4 +1,4 @@
-"""Trying something out on a model, and leaving everything as it was."""
+"""Trials on a model that leave everything as it was."""
 
 import contextlib
 import random
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Snapshot", "check_data", "random_state", "set_random_state", "untouched"]
+__all__ = ["ModelSnapshot", "check_data", "random_state", "restored_afterwards", "set_random_state"]
 
 
-class Snapshot:
-    """A copy of what training changes in a model: parameters and buffers."""
+class ModelSnapshot:
+    """A copy of a model's parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -21,7 +21,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the copies back, into the same memory."""
+        """Copy the values back, into the same memory."""
         for tensor, copy in zip(self._tensors(), self._copies, strict=True):
             tensor.copy_(copy)
 
@@ -30,12 +30,12 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, data: Iterable[Any]) -> Iterator[Snapshot]:
-    """Undo, at the end, what happens to model, gradients, random numbers and order of data.
+def restored_afterwards(model: nn.Module, data: Iterable[Any]) -> Iterator[ModelSnapshot]:
+    """Restore model, gradients, random numbers and order of data at the end.
 
     Yields the snapshot, so that it can be gone back to in between.
     """
-    snapshot = Snapshot(model)
+    snapshot = ModelSnapshot(model)
     gradients = [param.grad for param in model.parameters()]
     for param in model.parameters():
         param.grad = None
@@ -50,7 +50,7 @@ def untouched(model: nn.Module, data: Iterable[Any]) -> Iterator[Snapshot]:
 
 
 def check_data(data: Iterable[Any]) -> None:
-    """Raise ValueError unless `data` can be gone through again."""
+    """Raise ValueError unless `data` can be iterated again."""
     if not isinstance(data, Iterable) or isinstance(data, Iterator):
         raise ValueError(
             "data must be something that starts anew each time it is gone through, such as a list "
@@ -59,15 +59,15 @@ def check_data(data: Iterable[Any]) -> None:
 
 
 def _generators(data: object) -> list[torch.Generator]:
-    """Those that a DataLoader draws from, besides the global one."""
+    """Return the generators that a DataLoader draws from, besides the global one."""
     owners = [data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
     owners.append(getattr(owners[-1], "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
+    candidates = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in candidates if isinstance(generator, torch.Generator)]
 
 
 def random_state(data: object) -> dict[str, Any]:
-    """That of all generators, those of `data` included."""
+    """Return the state of all generators, those of `data` included."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -81,11 +81,11 @@ def random_state(data: object) -> dict[str, Any]:
 
 
 def set_random_state(data: object, state: dict[str, Any]) -> None:
-    """Set what `random_state` has returned."""
+    """Set the states that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    for generator, own in zip(_generators(data), state["data"], strict=True):
-        generator.set_state(own)
+    for generator, saved in zip(_generators(data), state["data"], strict=True):
+        generator.set_state(saved)
     if "cuda" in state:
         torch.cuda.set_rng_state_all(state["cuda"])
     if "numpy" in state:

@@ -1,4 +1,4 @@
-"""The picture of a search for sigma."""
+"""A picture of a search for sigma."""
 
 import math
 from os import PathLike
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchpisa.tuning.finder import Finding
 
-__all__ = ["draw"]
+__all__ = ["draw_search"]
 
 _COLOURS = {"steady": "#0072B2", "oscillates": "#E69F00", "diverges": "#D55E00"}
 
 
-def draw(finding: "Finding", path: str | PathLike[str]) -> None:
-    """See `Finding.draw`."""
+def draw_search(finding: "Finding", path: str | PathLike[str]) -> None:
+    """Draw the losses at the end of the runs over sigma, and all curves, into a file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -21,10 +21,10 @@ def draw(finding: "Finding", path: str | PathLike[str]) -> None:
     start = finding.trials[0].losses[0]
     ceiling = start + abs(start)
     for verdict, colour in _COLOURS.items():
-        own = [trial for trial in finding.trials if trial.verdict == verdict]
-        if own:
-            ends = [_capped(trial.losses[-1], ceiling) for trial in own]
-            left.plot([trial.sigma for trial in own], ends, "o", color=colour, label=verdict)
+        trials = [trial for trial in finding.trials if trial.verdict == verdict]
+        if trials:
+            ends = [_capped(trial.losses[-1], ceiling) for trial in trials]
+            left.plot([trial.sigma for trial in trials], ends, "o", color=colour, label=verdict)
     left.axvline(finding.sigma, color="0.5", lw=1, ls="--")
     left.annotate(
         f"sigma {finding.sigma:.3g}",
@@ -49,5 +49,5 @@ def draw(finding: "Finding", path: str | PathLike[str]) -> None:
 
 
 def _capped(value: float, ceiling: float) -> float:
-    """Values of runs that diverged would leave nothing to see of the others."""
+    """Return a value cut off at `ceiling`, so that diverged runs do not hide the others."""
     return min(value, ceiling) if math.isfinite(value) else ceiling

@@ -1,4 +1,4 @@
-"""Between our messages and Flower's records. What comes from the network is not believed.
+"""Conversion between our messages and Flower's records. Nothing from the network is trusted.
 
 Flower stores and sends every array of a message as objects of their own, one request each and
 several times over, so the tensors of a field travel as one flat array per dtype. The record `HEAD`
@@ -17,25 +17,25 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, ConfigRecordValues, Recor
 from torch import Tensor, nn
 
 from torchpisa.federated.algorithms.base import Fields, Message, Tensors
-from torchpisa.federated.objective import trainable
+from torchpisa.federated.clients.objective import trainable
 
 __all__ = [
     "HEAD",
     "OversizeError",
     "PayloadError",
+    "array_bytes",
     "arrays",
     "arrays_of",
-    "check_extent",
-    "entry",
-    "extent",
-    "fields",
+    "check_size",
     "fingerprint",
-    "head",
     "load_arrays",
-    "numbers",
-    "records",
+    "read_entry",
+    "read_fields",
+    "read_head",
+    "read_numbers",
+    "size_limit",
     "tensors_of",
-    "weight",
+    "to_records",
 ]
 
 HEAD = "torchpisa"
@@ -50,22 +50,22 @@ Layout = list[tuple[str, str, list[int]]]
 
 
 class PayloadError(ValueError):
-    """What came from the network cannot be used; the message says why."""
+    """A message from the network that cannot be used."""
 
 
 class OversizeError(PayloadError):
-    """What came is larger than it can be, and was not read."""
+    """A message that is too large, and was not read."""
 
 
 def arrays(model: nn.Module) -> ArrayRecord:
-    """The trained parameters of a model: the `initial_arrays` of `FederatedStrategy.start`."""
+    """Return the trained parameters of a model: `initial_arrays` of `FederatedStrategy.start`."""
     return arrays_of(trainable(model))
 
 
 def load_arrays(model: nn.Module, record: ArrayRecord) -> nn.Module:
-    """Put arrays into the parameters of a model, for an `evaluate_fn`; returns the model."""
+    """Copy arrays into the parameters of a model, for an `evaluate_fn`, and return the model."""
     values = tensors_of(record)
-    _same_layout(_layout(values), trainable(model))
+    _check_layout(_layout(values), trainable(model))
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name).copy_(value)
@@ -73,39 +73,39 @@ def load_arrays(model: nn.Module, record: ArrayRecord) -> nn.Module:
 
 
 def arrays_of(tensors: Tensors) -> ArrayRecord:
-    """Tensors by name, one of Flower's arrays each."""
+    """Return tensors by name as a record with one of Flower's arrays each."""
     _layout(tensors)  # checks the dtypes
     return ArrayRecord({name: Array(_numpy(tensor)) for name, tensor in tensors.items()})
 
 
 def tensors_of(record: ArrayRecord) -> Tensors:
-    """The other way round, for records of our own."""
+    """Return the tensors of a record that `arrays_of` made."""
     return dict(record.to_torch_state_dict())
 
 
-def records(message: Message, about: Mapping[str, str | int]) -> RecordDict:
-    """A message of an algorithm as the content of one of Flower's.
+def to_records(message: Message, about: Mapping[str, str | int]) -> RecordDict:
+    """Return a message of an algorithm as the content of one of Flower's.
 
     Args:
         message: tensors and numbers.
         about: further entries of the head.
     """
-    found: dict[str, ConfigRecordValues] = dict(about)
-    found |= {_NUMBER + name: float(value) for name, value in message.numbers.items()}
-    found |= {_LAYOUT + kind: json.dumps(_layout(t)) for kind, t in message.tensors.items()}
+    head: dict[str, ConfigRecordValues] = dict(about)
+    head |= {_NUMBER + name: float(value) for name, value in message.numbers.items()}
+    head |= {_LAYOUT + kind: json.dumps(_layout(t)) for kind, t in message.tensors.items()}
     content = RecordDict({kind: _flat(tensors) for kind, tensors in message.tensors.items()})
-    content[HEAD] = ConfigRecord(found)
+    content[HEAD] = ConfigRecord(head)
     return content
 
 
 def _layout(tensors: Tensors) -> Layout:
-    found = []
+    layout = []
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise TypeError(f"{name!r} must be one of {', '.join(_DTYPES)}, got {dtype}")
-        found.append((name, dtype, list(tensor.shape)))
-    return found
+        layout.append((name, dtype, list(tensor.shape)))
+    return layout
 
 
 def _flat(tensors: Tensors) -> ArrayRecord:
@@ -123,49 +123,53 @@ _SLACK = 64 * 1024
 """Bytes that a message may have beside tensors and layouts."""
 
 
-def extent(like: Message) -> int:
-    """How many bytes a message of this kind may have at most."""
-    return 2 * like.bytes + _layouts(like) + 1024 * 1024
+def size_limit(like: Message) -> int:
+    """Return the largest number of bytes that a message shaped like `like` may have."""
+    return 2 * like.bytes + _layout_limit(like) + 1024 * 1024
 
 
-def _layouts(like: Message) -> int:
+def _layout_limit(like: Message) -> int:
     return 2 * sum(len(json.dumps(_layout(t))) for t in like.tensors.values()) + _SLACK
 
 
-def check_extent(content: RecordDict, like: Message) -> None:
-    """Raise OversizeError if a message is larger than `like` can be, before any of it is read."""
+def check_size(content: RecordDict, like: Message) -> None:
+    """Raise OversizeError, before reading it, if a message is larger than `like` allows."""
     if len(content) > len(like.tensors) + 8:
         raise OversizeError(f"a message must have few records, got {len(content)}")
     counts = [len(cast(Sized, record)) for record in content.values()]
     if max(counts, default=0) > 1000:
         raise OversizeError(f"a record must have few entries, got {max(counts)}")
-    size = weight(content)
+    size = array_bytes(content)
     allowed = like.bytes + _SLACK
     if size > allowed:
         raise OversizeError(f"arrays must have {like.bytes} bytes, got {size}")
-    texts = sum(_length(v) for record in content.config_records.values() for v in record.values())
-    texts += sum(_length(v) for record in content.metric_records.values() for v in record.values())
-    if texts > _layouts(like):
-        raise OversizeError(f"layouts must have at most {_layouts(like)} bytes, got {texts}")
+    texts = sum(
+        _byte_count(v) for record in content.config_records.values() for v in record.values()
+    )
+    texts += sum(
+        _byte_count(v) for record in content.metric_records.values() for v in record.values()
+    )
+    if texts > _layout_limit(like):
+        raise OversizeError(f"layouts must have at most {_layout_limit(like)} bytes, got {texts}")
 
 
-def _length(value: Any) -> int:
+def _byte_count(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
-    return sum(map(_length, value)) if isinstance(value, list) else 8
+    return sum(map(_byte_count, value)) if isinstance(value, list) else 8
 
 
-def fields(content: RecordDict, like: Fields) -> Fields:
-    """The tensors of a message, which must be those of `like` by name, shape and dtype."""
-    found = content.array_records
-    missing, extra = like.keys() - found.keys(), found.keys() - like.keys()
+def read_fields(content: RecordDict, like: Fields) -> Fields:
+    """Return the tensors of a message, which must match `like` in name, shape and dtype."""
+    records = content.array_records
+    missing, extra = like.keys() - records.keys(), records.keys() - like.keys()
     if missing or extra:
         raise PayloadError(f"records {_list(missing)} are missing and {_list(extra)} are unknown")
     result = {}
     for kind, tensors in like.items():
-        layout = _read_layout(str(entry(content, _LAYOUT + kind, str)))
-        _same_layout(layout, tensors)
-        result[kind] = _cut(found[kind], layout)
+        layout = _read_layout(str(read_entry(content, _LAYOUT + kind, str)))
+        _check_layout(layout, tensors)
+        result[kind] = _unflatten(records[kind], layout)
     return result
 
 
@@ -179,7 +183,7 @@ def _read_layout(text: str) -> Layout:
         raise PayloadError(f"the layout cannot be read: {error}") from error
 
 
-def _same_layout(layout: Layout, like: Tensors) -> None:
+def _check_layout(layout: Layout, like: Tensors) -> None:
     names = [name for name, _, _ in layout]
     missing, extra = like.keys() - set(names), set(names) - like.keys()
     if missing or extra:
@@ -195,14 +199,14 @@ def _same_layout(layout: Layout, like: Tensors) -> None:
             raise PayloadError(f"{name!r} must be {like[name].dtype}, got {dtype}")
 
 
-def _cut(record: ArrayRecord, layout: Layout) -> Tensors:
-    """The tensors in a field; its layout has been checked."""
+def _unflatten(record: ArrayRecord, layout: Layout) -> Tensors:
+    """Return the tensors in a field, whose layout has been checked."""
     counts: dict[str, int] = {}
     for _, dtype, shape in layout:
         counts[dtype] = counts.get(dtype, 0) + int(np.prod(shape, dtype=np.int64))
     if counts.keys() != record.keys():
         raise PayloadError(f"arrays must be {list(counts)}, got {_list(record)}")
-    rest = {dtype: _array(record[dtype], dtype, count) for dtype, count in counts.items()}
+    rest = {dtype: _read_array(record[dtype], dtype, count) for dtype, count in counts.items()}
     result = {}
     for name, dtype, shape in layout:
         count = int(np.prod(shape, dtype=np.int64))
@@ -210,7 +214,7 @@ def _cut(record: ArrayRecord, layout: Layout) -> Tensors:
     return result
 
 
-def _array(array: Array, dtype: str, count: int) -> Tensor:
+def _read_array(array: Array, dtype: str, count: int) -> Tensor:
     """Read an .npy file without trusting what it says about its size."""
     stream = io.BytesIO(array.data)
     try:
@@ -230,43 +234,43 @@ def _array(array: Array, dtype: str, count: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(rest), dtype=kind))
 
 
-def head(content: RecordDict) -> ConfigRecord:
-    """What a message is about."""
-    found = content.config_records.get(HEAD)
-    if found is None:
+def read_head(content: RecordDict) -> ConfigRecord:
+    """Return the record that says what a message is about."""
+    record = content.config_records.get(HEAD)
+    if record is None:
         raise PayloadError(f"record {HEAD!r} is missing")
-    return found
+    return record
 
 
-def entry(content: RecordDict, name: str, kind: type[str] | type[int]) -> str | int:
-    """An entry of the head of a message."""
-    value = head(content).get(name)
+def read_entry(content: RecordDict, name: str, kind: type[str] | type[int]) -> str | int:
+    """Return an entry of the head of a message."""
+    value = read_head(content).get(name)
     if type(value) is not kind:
         raise PayloadError(f"{name!r} must be of type {kind.__name__}, got {value!r}")
     return value
 
 
-def numbers(content: RecordDict) -> dict[str, float]:
-    """The numbers of a message."""
-    found = {}
-    for name, value in head(content).items():
+def read_numbers(content: RecordDict) -> dict[str, float]:
+    """Return the numbers of a message."""
+    numbers = {}
+    for name, value in read_head(content).items():
         if not name.startswith(_NUMBER):
             continue
         if not isinstance(value, (int, float)):
             raise PayloadError(f"{name!r} must be a number, got {value!r}")
-        found[name.removeprefix(_NUMBER)] = float(value)
-    return found
+        numbers[name.removeprefix(_NUMBER)] = float(value)
+    return numbers
 
 
 def fingerprint(public_key: bytes) -> str:
-    """A short name for the public key of a node."""
+    """Return a short name for the public key of a node."""
     return hashlib.sha256(public_key).hexdigest()
 
 
-def weight(content: RecordDict) -> int:
-    """Bytes of the arrays of a message, whatever they are."""
-    kept = content.array_records.values()
-    return sum(len(array.data) for record in kept for array in record.values())
+def array_bytes(content: RecordDict) -> int:
+    """Return the bytes of all arrays of a message, expected or not."""
+    records = content.array_records.values()
+    return sum(len(array.data) for record in records for array in record.values())
 
 
 def _list(names: Any) -> str:

@@ -1,4 +1,4 @@
-"""Files that are either the old ones or the new ones, whatever happens while they are written.
+"""Files that hold either the old or the new content, whatever happens while they are written.
 
 A file begins with a line that holds a checksum of the rest and a generation number, so that
 damage is noticed and a second writer too. Nobody but the owner may read it. The generation before
@@ -18,16 +18,16 @@ import torch
 __all__ = ["DamagedFileError", "generation", "load", "previous", "save"]
 
 _HEADER = "torchpisa-file 1 {digest:64} {generation:020d}\n"
-_SIZE = len(_HEADER.format(digest="", generation=0))
+_HEADER_SIZE = len(_HEADER.format(digest="", generation=0))
 _PATTERN = re.compile(rb"torchpisa-file 1 ([0-9a-f]{64}) (\d{20})\n")
 
 
 class DamagedFileError(ValueError):
-    """A file is not what was written; the message names it."""
+    """A file whose content is not what was written."""
 
 
-class _Hashed:
-    """A stream to write to that hashes what goes through."""
+class _HashingStream:
+    """A stream to write to that hashes what passes through."""
 
     def __init__(self, stream: BinaryIO, generation: int) -> None:
         self._stream = stream
@@ -42,22 +42,22 @@ class _Hashed:
 
 
 def save(file: Path, value: Any, generation: int = 0) -> None:
-    """Write `value`; when this returns, it survives a crash of the machine."""
+    """Write `value`. Once this returns, it survives a crash of the machine."""
     private_folder(file.parent)
-    # With the process in its name: a second one that was started by mistake spoils nothing.
+    # With the process id in its name, so that a second process started by mistake spoils nothing.
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
             stream.write(_HEADER.format(digest="", generation=generation).encode())
-            hashed = _Hashed(cast(BinaryIO, stream), generation)
+            hashed = _HashingStream(cast(BinaryIO, stream), generation)
             torch.save(value, cast(Any, hashed))
             stream.seek(0)
             digest = hashed.digest.hexdigest()
             stream.write(_HEADER.format(digest=digest, generation=generation).encode())
             stream.flush()
             os.fsync(stream.fileno())
-        _keep(file)
+        _keep_previous(file)
         new.replace(file)
     finally:
         new.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def save(file: Path, value: Any, generation: int = 0) -> None:
 
 
 def load(file: Path) -> dict[str, Any] | None:
-    """What was saved, on the CPU, or None if there is no such file.
+    """Return what was saved, on the CPU, or None if there is no such file.
 
     Raises:
         DamagedFileError: it is not what was written.
@@ -73,37 +73,37 @@ def load(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     content = file.read_bytes()
-    found = _PATTERN.match(content)
-    if found is None:
+    header = _PATTERN.match(content)
+    if header is None:
         raise DamagedFileError(_damaged(file, "it does not begin as a file of torchpisa does"))
-    digest = _digest(int(found[2]))
-    digest.update(memoryview(content)[_SIZE:])
-    if digest.hexdigest().encode() != found[1]:
+    digest = _digest(int(header[2]))
+    digest.update(memoryview(content)[_HEADER_SIZE:])
+    if digest.hexdigest().encode() != header[1]:
         raise DamagedFileError(_damaged(file, "its checksum is wrong"))
     # weights_only: a file that somebody else wrote cannot run code.
-    value = torch.load(io.BytesIO(content[_SIZE:]), map_location="cpu", weights_only=True)
+    value = torch.load(io.BytesIO(content[_HEADER_SIZE:]), map_location="cpu", weights_only=True)
     return cast(dict[str, Any], value)
 
 
 def generation(file: Path) -> int | None:
-    """The number that a file was saved with, without reading the rest; None without a file."""
+    """Return the generation number of a file, reading its first line only; None without a file."""
     try:
         with file.open("rb") as stream:
-            found = _PATTERN.match(stream.read(_SIZE))
+            header = _PATTERN.match(stream.read(_HEADER_SIZE))
     except FileNotFoundError:
         return None
-    if found is None:
+    if header is None:
         raise DamagedFileError(_damaged(file, "it does not begin as a file of torchpisa does"))
-    return int(found[2])
+    return int(header[2])
 
 
 def previous(file: Path) -> Path:
-    """Where the generation before the last is."""
+    """Return the path of the generation before the last."""
     return file.with_name(file.name + ".previous")
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for the owner only."""
+    """Make a folder, and missing ones above it, accessible to the owner only."""
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -117,16 +117,16 @@ def _digest(generation: int) -> "hashlib._Hash":
 
 
 def _damaged(file: Path, reason: str) -> str:
-    kept = previous(file)
-    way = (
-        f"The generation before it is {kept}: to go on from there, move that file to this place"
-        if kept.exists()
+    older = previous(file)
+    remedy = (
+        f"The generation before it is {older}: to go on from there, move that file to this place"
+        if older.exists()
         else "There is no generation before it: restore it from a backup, or remove it"
     )
-    return f"{file} is damaged: {reason}. {way}."
+    return f"{file} is damaged: {reason}. {remedy}."
 
 
-def _keep(file: Path) -> None:
+def _keep_previous(file: Path) -> None:
     if not file.exists():
         return
     link = file.with_name(f"{file.name}.{os.getpid()}.old")
@@ -139,7 +139,7 @@ def _keep(file: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    # The name of a file is part of its folder, which reaches the disk on its own.
+    # The name of a file belongs to its folder, which is written to disk separately.
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

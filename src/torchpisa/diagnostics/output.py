@@ -1,4 +1,4 @@
-"""Rows: what they hold, and where they go."""
+"""Rows of numbers, and the files that they are written to."""
 
 import csv
 import math
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torchpisa.optim.report import Range
 
-__all__ = ["COLUMNS", "About", "Csv", "Row", "TensorBoard", "row"]
+__all__ = ["COLUMNS", "CsvFile", "Row", "RowContext", "TensorBoardWriter", "make_row"]
 
 Row = dict[str, float]
 
@@ -29,8 +29,8 @@ COLUMNS = (
 )
 
 
-class About(NamedTuple):
-    """What the host knows about a measurement.
+class RowContext(NamedTuple):
+    """The part of a measurement that the host knows.
 
     Attributes:
         iteration: rounds done.
@@ -49,31 +49,31 @@ class About(NamedTuple):
     sizes: Sequence[int]
 
 
-def row(values: Sequence[float], about: About) -> Row:
-    """What a vector of `measure` says; without what is not defined."""
+def make_row(values: Sequence[float], context: RowContext) -> Row:
+    """Return the row for a vector of `measure`, without the entries that are not defined."""
     primal, w, dual, duals, spread, dominated, counted, absent, *rest = values
     ranges, totals_and_lrs = rest[:6], rest[6:]
-    weight_norm, dual_norm = math.sqrt(w / about.ranks), math.sqrt(duals)
-    found: Row = {"iteration": about.iteration}
-    if about.dual_kept:
-        found["primal_residual"] = math.sqrt(primal)
-        found["primal_relative"] = _ratio(math.sqrt(primal), weight_norm)
-    found["dual_residual"] = math.sqrt(dual)
-    found["dual_relative"] = _ratio(math.sqrt(dual), dual_norm)
-    found["weight_norm"] = weight_norm
-    found["dual_norm"] = dual_norm
-    if about.nodes > 1:
-        found["spread"] = _ratio(math.sqrt(spread), dual_norm)
-    count = len(about.sizes)
+    weight_norm, dual_norm = math.sqrt(w / context.ranks), math.sqrt(duals)
+    row: Row = {"iteration": context.iteration}
+    if context.dual_kept:
+        row["primal_residual"] = math.sqrt(primal)
+        row["primal_relative"] = _ratio(math.sqrt(primal), weight_norm)
+    row["dual_residual"] = math.sqrt(dual)
+    row["dual_relative"] = _ratio(math.sqrt(dual), dual_norm)
+    row["weight_norm"] = weight_norm
+    row["dual_norm"] = dual_norm
+    if context.nodes > 1:
+        row["spread"] = _ratio(math.sqrt(spread), dual_norm)
+    count = len(context.sizes)
     totals, lrs = totals_and_lrs[:count], totals_and_lrs[count:]
     steps = [lr / total for lr, total in zip(lrs, totals, strict=True)]
-    found |= _range("step", *_over_groups(steps, about.sizes))
+    row |= _range("step", *_over_groups(steps, context.sizes))
     if counted:
         for number, name in enumerate(("first_step", "momentum")):
-            found |= _range(name, *ranges[number::2])
-        found["sigma_share"] = dominated / counted
-    found["absent"] = round(absent / about.shards)
-    return found
+            row |= _range(name, *ranges[number::2])
+        row["sigma_share"] = dominated / counted
+    row["absent"] = round(absent / context.shards)
+    return row
 
 
 def _ratio(value: float, norm: float) -> float:
@@ -87,7 +87,7 @@ def _range(name: str, *ends: float) -> Row:
 
 
 def _over_groups(values: Sequence[float], sizes: Sequence[int]) -> Range:
-    """Of values by parameter group, over the parameters."""
+    """Return the range of a value by parameter group, weighted by the groups' sizes."""
     pairs = sorted((value, size) for value, size in zip(values, sizes, strict=True) if size)
     reached = accumulate(size for _, size in pairs)
     half = sum(sizes) / 2
@@ -95,14 +95,11 @@ def _over_groups(values: Sequence[float], sizes: Sequence[int]) -> Range:
     return Range(pairs[0][0], median, pairs[-1][0])
 
 
-# Where rows go
+class CsvFile:
+    """A CSV file that rows are appended to.
 
-
-class Csv:
-    """A file that rows are appended to.
-
-    It is opened for every row: one that is killed has all of its rows, and there is nothing to
-    close.
+    It is opened for every row, so that a killed process leaves all of its rows and nothing has to
+    be closed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -130,17 +127,17 @@ class Csv:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
 
 
-class Writer(Protocol):
-    """What writes for TensorBoard, such as `torch.utils.tensorboard.SummaryWriter`."""
+class ScalarWriter(Protocol):
+    """A writer for TensorBoard, such as `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object:
         """Write one number."""
 
 
-class TensorBoard:
-    """A writer that every number of a row is given to."""
+class TensorBoardWriter:
+    """A writer that receives every number of a row."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ScalarWriter) -> None:
         if not callable(getattr(writer, "add_scalar", None)):
             raise ValueError(
                 "tensorboard must be a writer with add_scalar(tag, value, step), such as "

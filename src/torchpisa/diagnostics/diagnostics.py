@@ -1,4 +1,4 @@
-"""`Diagnostics`: when to look, and how the numbers reach the host."""
+"""`Diagnostics`: when rounds are measured, and how the numbers reach the host."""
 
 import os
 import warnings
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchpisa.checks import check_count
-from torchpisa.diagnostics import measure, rows
-from torchpisa.diagnostics.rows import About, Row
-from torchpisa.diagnostics.sample import Layout
+from torchpisa.diagnostics import measure, output
+from torchpisa.diagnostics.output import Row, RowContext
+from torchpisa.diagnostics.sampling import SampleLayout
 from torchpisa.optim import NSISA
 from torchpisa.optim.base import ConsensusOptimizer
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Diagnostics"]
 
-# Mean cosine between the duals of two batches under which NSISA warns. On digits it is -0.3 to 0.05
-# where parts share no label and 0.2 to 0.7 where parts are shuffled, for 2 to 10 batches of 4
+# Mean cosine between the duals of two batches below which NSISA warns. On digits it is -0.3 to 0.05
+# for parts without a common label and 0.2 to 0.7 for shuffled parts, with 2 to 10 batches of 4
 # samples to all of a part; tests/diagnostics/test_disagreement.py trains both.
-_AGREEMENT = 0.1
+_LEAST_AGREEMENT = 0.1
 
 
-class _Sent(NamedTuple):
-    """Numbers on their way from the device."""
+class _PendingRow(NamedTuple):
+    """Numbers on their way from the device to the host."""
 
     values: Tensor
-    about: About
+    context: RowContext
     event: torch.cuda.Event | None
 
 
 class Diagnostics:
-    r"""Watches an optimizer, and describes every so many rounds by a row of numbers.
+    r"""An observer of an optimizer that describes every so many rounds by a row of numbers.
 
     The training does not change. When a round ends that is to be measured, weights and duals are
     compared with copies from the end of the round before: not all of them, but up to 65,536
@@ -99,7 +99,7 @@ class Diagnostics:
         *,
         every: int = 200,
         csv: str | os.PathLike[str] | None = None,
-        tensorboard: rows.Writer | None = None,
+        tensorboard: output.ScalarWriter | None = None,
         callback: Callable[[Row], object] | None = None,
     ) -> None:
         if not isinstance(optimizer, ConsensusOptimizer):
@@ -112,41 +112,41 @@ class Diagnostics:
             raise ValueError(f"callback must be a function of a row, got {callback!r}")
         self._optimizer = optimizer
         self._every = every
-        self._layout: Layout | None = None
-        self._before: measure.Snapshot | None = None
-        self._sent: _Sent | None = None
+        self._layout: SampleLayout | None = None
+        self._before: measure.RoundSnapshot | None = None
+        self._pending: _PendingRow | None = None
         self._latest: Row = {}
         self._outputs: list[Callable[[Row], object]] = []
-        self._apart = 0  # rows in a row whose batches hardly agree
+        self._disagreeing_rows = 0  # in succession
         if isinstance(optimizer, NSISA):
-            self._outputs.append(self._warn)
+            self._outputs.append(self._warn_of_disagreement)
         if optimizer._exchange is not None:
             optimizer._exchange.ranks.agree("every", every)
-        if all(group.rank() == 0 for group in measure.others(optimizer)):
+        if all(group.rank() == 0 for group in measure.process_groups(optimizer)):
             if csv is not None:
-                self._outputs.append(rows.Csv(csv).write)
+                self._outputs.append(output.CsvFile(csv).write)
             if tensorboard is not None:
-                self._outputs.append(rows.TensorBoard(tensorboard).write)
+                self._outputs.append(output.TensorBoardWriter(tensorboard).write)
         if callback is not None:
             self._outputs.append(callback)
-        optimizer._observers += (self._observe,)
+        optimizer._observers += (self._on_round_end,)
         begun = optimizer._exchange is not None and optimizer._exchange.begun
-        if self._due and optimizer.synced and not begun:
+        if self._measures_next_round and optimizer.synced and not begun:
             with torch.no_grad():
-                self._before = self._look()
+                self._before = self._take_snapshot()
 
     @property
     def latest(self) -> Row:
-        """The last row, by name; empty before the first."""
-        self._deliver(wait=True)
+        """Return the last row by name; empty before the first."""
+        self._deliver_pending(wait=True)
         return dict(self._latest)
 
     def close(self) -> None:
-        """Stop watching, after the last row has been delivered."""
-        own = self._optimizer._observers
-        self._optimizer._observers = tuple(each for each in own if each != self._observe)
+        """Stop observing, after the last row has been delivered."""
+        observers = self._optimizer._observers
+        self._optimizer._observers = tuple(each for each in observers if each != self._on_round_end)
         self._before = self._layout = None
-        self._deliver(wait=True)
+        self._deliver_pending(wait=True)
 
     def __enter__(self) -> "Self":
         return self
@@ -154,49 +154,53 @@ class Diagnostics:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _observe(self) -> None:
-        """A round has ended. Called under `no_grad`."""
+    def _on_round_end(self) -> None:
+        """Measure the round that has ended, if it is due. Called under `no_grad`."""
         before = self._before
-        if (before is None and self._sent is None and not self._due) or _capturing():
+        idle = before is None and self._pending is None and not self._measures_next_round
+        if idle or _in_graph_capture():
             return
-        self._deliver()
+        self._deliver_pending()
         now = self._before = None
         if before is not None and self._comparable(before):
-            now = measure.take(self._optimizer, before.layout)
-            self._send(before, now)
-        if self._due:
-            self._before = now or self._look()
+            now = measure.take_snapshot(self._optimizer, before.layout)
+            self._measure_round(before, now)
+        if self._measures_next_round:
+            self._before = now or self._take_snapshot()
 
-    def _comparable(self, before: measure.Snapshot) -> bool:
-        """Whether one round has ended since, no state was loaded, and no parameter is new."""
+    def _comparable(self, before: measure.RoundSnapshot) -> bool:
+        """Return True if one round has ended since, no state was loaded and no parameter is new."""
         optimizer = self._optimizer
-        last = (before.iteration, before.life) == (optimizer.iteration - 1, optimizer._number)
-        return last and before.layout.fits(optimizer)
+        previous = (optimizer.iteration - 1, optimizer._number)
+        is_previous = (before.iteration, before.load_count) == previous
+        return is_previous and before.layout.matches(optimizer)
 
     @property
-    def _due(self) -> bool:
-        """Whether the next round is to be measured."""
+    def _measures_next_round(self) -> bool:
+        """Return True if the next round is to be measured."""
         return not (self._optimizer.iteration + 1) % self._every
 
-    def _look(self) -> measure.Snapshot | None:
-        if self._layout is None or not self._layout.fits(self._optimizer):
-            self._layout = Layout(self._optimizer)
-        return measure.take(self._optimizer, self._layout) if any(self._layout.sizes) else None
+    def _take_snapshot(self) -> measure.RoundSnapshot | None:
+        if self._layout is None or not self._layout.matches(self._optimizer):
+            self._layout = SampleLayout(self._optimizer)
+        if not any(self._layout.sizes):
+            return None
+        return measure.take_snapshot(self._optimizer, self._layout)
 
-    def _send(self, before: measure.Snapshot, now: measure.Snapshot) -> None:
-        """Send for the numbers of the round that has just ended."""
-        self._deliver(wait=True)
+    def _measure_round(self, before: measure.RoundSnapshot, now: measure.RoundSnapshot) -> None:
+        """Start the measurement of the round that has just ended."""
+        self._deliver_pending(wait=True)
         optimizer, layout = self._optimizer, now.layout
         values = measure.measure(optimizer, before, now)
         event = None
         if values.is_cuda:
-            arriving = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            arriving.copy_(values, non_blocking=True)
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            on_host.copy_(values, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(values.device))
-            values = arriving
+            values = on_host
         ranks = optimizer.param_groups[0]["ranks"]
-        about = About(
+        context = RowContext(
             iteration=now.iteration,
             nodes=optimizer.batches * ranks,
             ranks=ranks,
@@ -204,20 +208,20 @@ class Diagnostics:
             dual_kept=all(section.dual_decay for section in layout.sections),
             sizes=layout.sizes,
         )
-        self._sent = _Sent(values, about, event)
-        self._deliver()
+        self._pending = _PendingRow(values, context, event)
+        self._deliver_pending()
 
-    def _warn(self, row: Row) -> None:
-        """Warn if the batches hardly agree, in two rows in a row; the first time only."""
+    def _warn_of_disagreement(self, row: Row) -> None:
+        """Warn once if the batches hardly agree in two rows in succession."""
         optimizer = self._optimizer
         nodes = optimizer.batches * optimizer.param_groups[0]["ranks"]
         if nodes == 1 or not row["dual_norm"] > 0:
             return
-        # Of shares that are not equal the true one is smaller, so this errs on the quiet side.
+        # For unequal shares the true cosine is smaller, so this rather warns too little.
         agreement = (1 - row["spread"] ** 2 - 1 / nodes) / (1 - 1 / nodes)
-        self._apart = self._apart + 1 if agreement < _AGREEMENT else 0
-        if self._apart == 2:
-            self._outputs.remove(self._warn)
+        self._disagreeing_rows = self._disagreeing_rows + 1 if agreement < _LEAST_AGREEMENT else 0
+        if self._disagreeing_rows == 2:
+            self._outputs.remove(self._warn_of_disagreement)
             warnings.warn(
                 f"the {nodes} batches hardly agree at iteration {row['iteration']:.0f}: the mean "
                 f"cosine between their duals is {agreement:.2f}. NSISA settles where "
@@ -227,23 +231,23 @@ class Diagnostics:
                 stacklevel=2,
             )
 
-    def _deliver(self, wait: bool = False) -> None:
-        """Hand out a row that has arrived; or that is under way, if `wait`."""
-        sent = self._sent
-        if sent is None:
+    def _deliver_pending(self, wait: bool = False) -> None:
+        """Hand out the pending row if it has arrived, or when it has if `wait`."""
+        pending = self._pending
+        if pending is None:
             return
-        if sent.event is not None:
+        if pending.event is not None:
             if wait:
-                sent.event.synchronize()
-            elif not sent.event.query():  # type: ignore[no-untyped-call]
+                pending.event.synchronize()
+            elif not pending.event.query():  # type: ignore[no-untyped-call]
                 return
-        self._sent = None
-        self._latest = rows.row(sent.values.tolist(), sent.about)
-        for output in tuple(self._outputs):
-            output(dict(self._latest))
+        self._pending = None
+        self._latest = output.make_row(pending.values.tolist(), pending.context)
+        for write in tuple(self._outputs):
+            write(dict(self._latest))
 
 
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, into which nothing of this belongs."""
+def _in_graph_capture() -> bool:
+    """Return True while a CUDA graph is captured, which measurements must not enter."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(started and torch.cuda.is_current_stream_capturing())

@@ -10,7 +10,7 @@ from tests.diagnostics import literal
 from tests.optim.table import ENTRIES, Entry
 from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.diagnostics import Diagnostics
-from torchpisa.diagnostics.sample import pieces
+from torchpisa.diagnostics.sampling import sampled_runs
 from torchpisa.preconditioners import Preconditioner, SecondMoment
 
 # Noise and unequal data, where it is right to warn.
@@ -187,18 +187,18 @@ def ends(row: dict[str, float]) -> dict[str, float]:
 )
 def test_sample(sizes: list[int]) -> None:
     budget = 2**16
-    found = pieces(sizes, budget)
-    taken = sum(piece.taken for piece in found)
+    found = sampled_runs(sizes, budget)
+    taken = sum(piece.samples for piece in found)
     assert taken == sum(sizes) if sum(sizes) <= budget else 0.9 * budget <= taken <= 2 * budget
     for size, piece in zip(sizes, found, strict=True):
         assert piece.size == size
-        assert piece.taken >= min(size, 1)
-        if piece.whole:
+        assert piece.samples >= min(size, 1)
+        if piece.complete:
             continue
         assert piece.distance >= piece.length
         end = piece.start + (piece.runs - 1) * piece.distance + piece.length
         assert 0 <= piece.start <= end <= size
-        if piece.runs > 100 and size > 2 * piece.taken:
+        if piece.runs > 100 and size > 2 * piece.samples:
             # The rest at the ends is small, and columns are all alike to the runs.
             assert end - piece.start > 0.98 * size
             columns = torch.arange(piece.runs) * piece.distance % 768
@@ -207,14 +207,14 @@ def test_sample(sizes: list[int]) -> None:
 
 def test_sample_is_a_view_in_the_order_of_memory() -> None:
     tensor = torch.arange(3.0 * 4 * 50 * 60).view(3, 4, 50, 60)
-    (piece,) = pieces([tensor.numel()], 1000)
-    rows = piece.of(tensor)
+    (piece,) = sampled_runs([tensor.numel()], 1000)
+    rows = piece.view_of(tensor)
     assert rows.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     assert torch.equal(rows[:, 1:] - rows[:, :-1], torch.ones(rows.size(0), rows.size(1) - 1))
     for other in (tensor.permute(2, 0, 3, 1), tensor.transpose(0, 1)):
-        assert torch.equal(piece.of(other), rows)
+        assert torch.equal(piece.view_of(other), rows)
     with_gaps = tensor.repeat_interleave(2, dim=3)[..., ::2]
-    assert torch.equal(piece.of(with_gaps), rows)
+    assert torch.equal(piece.view_of(with_gaps), rows)
 
 
 # Extremes

@@ -1,4 +1,4 @@
-"""One client's round: its local steps, and what it sends."""
+"""One round of one client: its local steps and its update."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from torchpisa.data import hashed
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors
-from torchpisa.federated.local_work import Key
-from torchpisa.federated.objective import Data, Objective, size, take
+from torchpisa.federated.clients.data import Data, sample_count, take_samples
+from torchpisa.federated.clients.local_work import Key
+from torchpisa.federated.clients.objective import Objective
 
-__all__ = ["Work", "local_round", "mean_gradient"]
+__all__ = ["RoundWork", "local_round", "mean_gradient"]
 
 
-class Work(NamedTuple):
-    """What a round cost its clients.
+class RoundWork(NamedTuple):
+    """The cost of a round, of all its clients together.
 
     Attributes:
         gradients: gradients evaluated, of a mini-batch or of all data.
@@ -36,7 +37,7 @@ def local_round(
     *,
     key: Key,
     iteration: int,
-) -> tuple[Message, Fields, Work]:
+) -> tuple[Message, Fields, RoundWork]:
     """Run one client for one round.
 
     Args:
@@ -51,13 +52,13 @@ def local_round(
     Returns:
         What goes to the server, the new memory, and what it cost.
     """
-    plan = algorithm.local.plan(size(data), key, iteration)
+    plan = algorithm.local.plan(sample_count(data), key, iteration)
     objective.model.train()
     with _seeded(_device(down.tensors["weights"]), hashed("round", *key, iteration)):
         carry = _local_steps(algorithm, objective, data, down, memory, plan)
     steps = torch.tensor(float(len(plan)), dtype=torch.float64, device="cpu")
-    up, memory = algorithm.finish(down, memory, carry, steps)
-    return up, memory, Work(len(plan), sum(len(index) for index in plan))
+    update, memory = algorithm.finish(down, memory, carry, steps)
+    return update, memory, RoundWork(len(plan), sum(len(index) for index in plan))
 
 
 def _local_steps(
@@ -73,9 +74,9 @@ def _local_steps(
     for index in plan:
         point = {name: w + carry["moved"][name] for name, w in weights.items()}
         if algorithm.needs_loss:
-            batch = take(data, index, _device(weights))
-            grad, point, evaluated = objective.graph(point, *batch)
-            algorithm.observe(*evaluated)
+            batch = take_samples(data, index, _device(weights))
+            grad, point, graph = objective.gradient_and_graph(point, *batch)
+            algorithm.observe(*graph)
         else:
             grad = _gradient(objective, point, data, index, algorithm.local.chunk)
         with torch.no_grad():
@@ -85,7 +86,7 @@ def _local_steps(
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """What is random in a model, such as dropout, is the same whenever a round is repeated."""
+    """Seed what is random in a model, such as dropout, so that a round can be repeated."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -94,7 +95,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 def mean_gradient(
     objective: Objective, point: Tensors, inputs: Tensor, targets: Tensor, chunk: int
 ) -> Tensors:
-    """The gradient of the mean loss, accumulated over chunks."""
+    """Return the gradient of the mean loss, accumulated over chunks."""
     parts = zip(torch.split(inputs, chunk), torch.split(targets, chunk), strict=True)
     return _accumulated((objective.gradient(point, *part) for part in parts), len(targets))
 
@@ -102,8 +103,8 @@ def mean_gradient(
 def _gradient(
     objective: Objective, point: Tensors, data: Data, index: Tensor, chunk: int
 ) -> Tensors:
-    """The same for samples that are fetched chunk by chunk."""
-    parts = (take(data, part, _device(point)) for part in torch.split(index, chunk))
+    """Return the gradient of the mean loss over samples that are fetched chunk by chunk."""
+    parts = (take_samples(data, part, _device(point)) for part in torch.split(index, chunk))
     return _accumulated((objective.gradient(point, *part) for part in parts), len(index))
 
 

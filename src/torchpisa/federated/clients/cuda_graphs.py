@@ -1,4 +1,4 @@
-"""Calling a function of tensors again without the host: CUDA graphs."""
+"""CUDA graphs of functions, which spare the host from issuing every kernel again."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["Replay"]
+__all__ = ["GraphedFunction", "copy_tensors"]
 
 
-class Replay:
-    """A function of nested tensors that is recorded on a GPU once per set of shapes.
+class GraphedFunction:
+    """A function of nested tensors, recorded on a GPU once per set of shapes.
 
-    Small models are bound by the host, which issues a hundred small kernels per local step. What
-    the function returns is overwritten by the next call: `keep` copies it. On a CPU every call
-    runs the function.
+    Small models are bound by the host, which issues a hundred small kernels per local step. The
+    next call overwrites what the function returned; `copy_tensors` makes a copy. On a CPU every
+    call runs the function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -44,7 +44,7 @@ class Replay:
         arguments = tree_unflatten(inputs, spec)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries set themselves up, which cannot be recorded
+        with torch.cuda.stream(stream):  # the set-up of libraries cannot be recorded
             for _ in range(2):
                 self._function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
@@ -53,15 +53,15 @@ class Replay:
             outputs = self._function(*arguments)
         return graph, inputs, outputs
 
-    @staticmethod
-    def keep(outputs: Any) -> Any:
-        """A copy that later calls leave alone."""
-        return cast(Any, tree_map(torch.clone, outputs))
+
+def copy_tensors(outputs: Any) -> Any:
+    """Return a copy of nested tensors, which later calls of a `GraphedFunction` leave alone."""
+    return cast(Any, tree_map(torch.clone, outputs))
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Memory of the device that is freed while a graph is recorded breaks the recording."""
+    """Keep device memory from being freed, which would break the recording of a graph."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

@@ -15,55 +15,55 @@ from urllib.parse import quote
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from torchpisa.federated.algorithms.base import Fields
-from torchpisa.federated.flower import files
-from torchpisa.federated.flower.wire import PayloadError, arrays_of, tensors_of
+from torchpisa.federated.flower import durable_files
+from torchpisa.federated.flower.records import PayloadError, arrays_of, tensors_of
 
 __all__ = [
-    "FolderStore",
-    "Memory",
+    "ClientMemory",
+    "ClientMemoryStore",
+    "FolderMemoryStore",
     "MemoryMismatchError",
-    "RunStore",
-    "Store",
+    "RunMemoryStore",
     "training_folder",
 ]
 
-NONE = -1
-"""The iteration of no update at all."""
+NO_UPDATE = -1
+"""Stands for the iteration of an update if there is none."""
 
 
 class MemoryMismatchError(RuntimeError):
-    """Client and server do not agree about which updates were taken."""
+    """A disagreement of client and server about which updates were taken."""
 
 
 @dataclass
-class Memory:
-    """Both phases.
+class ClientMemory:
+    """A client's memory in its two phases, committed and pending.
 
     Attributes:
         committed: goes with update `taken`; None before the first.
         taken: iteration of the last update that the server is known to have taken.
         pending: goes with update `asked`, of which nothing is known yet.
         asked: iteration of the last update computed.
-        life: how often the server has started this client anew.
+        life: the number of times that the server has restarted this client.
     """
 
     committed: Fields | None = None
-    taken: int = NONE
+    taken: int = NO_UPDATE
     pending: Fields | None = None
-    asked: int = NONE
+    asked: int = NO_UPDATE
     life: int = 0
 
-    def settle(self, accepted: int, iteration: int, life: int = 0) -> Fields | None:
-        """The memory to go on from; None is that of a client before its first round.
+    def resolve(self, accepted: int, iteration: int, life: int = 0) -> Fields | None:
+        """Return the memory to continue from; None stands for that of a new client.
 
         Args:
             accepted: iteration of the last update that the server took.
             iteration: of the update that it asks for now.
-            life: how often the server has started this client anew. If it has done so since, it
-                has taken out what this client had contributed, and the memory is void.
+            life: the number of times that the server has restarted this client. If it has grown,
+                the server has taken out what this client contributed, and the memory is void.
         """
         if life > self.life:
-            self.committed, self.taken, self.pending, self.asked = None, NONE, None, NONE
+            self.committed, self.taken, self.pending, self.asked = None, NO_UPDATE, None, NO_UPDATE
             self.life = life
         if life < self.life:
             raise MemoryMismatchError(
@@ -80,35 +80,35 @@ class Memory:
                 "python -m torchpisa.federated.flower restart CHECKPOINT CLIENT."
             )
         if iteration < self.asked:
-            # This message was on its way for long. What it says about `accepted` is history:
-            # going by it would drop an update that the server may have taken since.
+            # The message is old, and so is its `accepted`: relying on it would drop an update that
+            # the server may have taken since.
             raise MemoryMismatchError(
                 f"update {iteration} is asked for after update {self.asked} was computed"
             )
         if taken:
             self.committed, self.taken = self.pending, self.asked
-        self.pending, self.asked = None, NONE
+        self.pending, self.asked = None, NO_UPDATE
         return self.committed
 
-    def wait(self, memory: Fields, iteration: int) -> None:
-        """Keep the memory that goes with an update until the server has spoken."""
+    def set_pending(self, memory: Fields, iteration: int) -> None:
+        """Keep the memory that goes with an update until the server has taken or left it."""
         self.pending, self.asked = memory, iteration
 
 
-class Store(Protocol):
-    """Where a client's memory is between messages."""
+class ClientMemoryStore(Protocol):
+    """The place where a client's memory is kept between messages."""
 
-    def load(self) -> Memory:
-        """The memory; a new one if there is none."""
+    def load(self) -> ClientMemory:
+        """Return the memory; a new one if none was saved."""
         ...
 
-    def save(self, memory: Memory) -> None:
-        """Keep it; it is safe when this returns."""
+    def save(self, memory: ClientMemory) -> None:
+        """Save the memory; it is safe once this returns."""
         ...
 
 
-class FolderStore:
-    """A file per training and client: survives the SuperNode, and the run.
+class FolderMemoryStore:
+    """A file per training and client, which outlives the SuperNode and the run.
 
     Args:
         folder: of this SuperNode, or of several on one machine.
@@ -117,30 +117,30 @@ class FolderStore:
     """
 
     def __init__(self, folder: Path, training: str, name: str) -> None:
-        self.file = training_folder(folder, training) / f"{_one_name(name)}.pt"
+        self.file = training_folder(folder, training) / f"{_quoted_name(name)}.pt"
 
-    def load(self) -> Memory:
-        saved = files.load(self.file)
-        return Memory() if saved is None else Memory(**saved)
+    def load(self) -> ClientMemory:
+        saved = durable_files.load(self.file)
+        return ClientMemory() if saved is None else ClientMemory(**saved)
 
-    def save(self, memory: Memory) -> None:
-        files.save(self.file, vars(memory))
+    def save(self, memory: ClientMemory) -> None:
+        durable_files.save(self.file, vars(memory))
 
 
 def training_folder(folder: Path, training: str) -> Path:
-    """Where the clients in a folder keep their memory of a training: always inside that folder."""
-    return folder / _one_name(training)
+    """Return the folder of a training, which always lies inside `folder`."""
+    return folder / _quoted_name(training)
 
 
-def _one_name(text: str) -> str:
-    """A text as the name of one file or folder, whatever is in it."""
+def _quoted_name(text: str) -> str:
+    """Return a text as the name of one file or folder, whatever characters it has."""
     quoted = quote(text, safe="")
-    # These are legal in names, but alone they mean another folder.
+    # "." and ".." are folders.
     return (quoted.replace(".", "%2E") or "%") if not quoted.strip(".") else quoted
 
 
-class RunStore:
-    """Flower's `context.state`: lives as long as the run and the SuperNode do.
+class RunMemoryStore:
+    """Flower's `context.state`, which lives as long as the run and the SuperNode.
 
     Args:
         context: of the message.
@@ -153,16 +153,16 @@ class RunStore:
         self._state = context.state
         self._like = like
 
-    def load(self) -> Memory:
+    def load(self) -> ClientMemory:
         head = self._state.config_records.get(self._HEAD)
         if head is None:
-            return Memory()
+            return ClientMemory()
         taken, asked, life = head["taken"], head["asked"], head["life"]
         if not (isinstance(taken, int) and isinstance(asked, int) and isinstance(life, int)):
             raise PayloadError(f"context.state holds {dict(head)}, not written by torchpisa")
-        return Memory(self._fields("committed"), taken, self._fields("pending"), asked, life)
+        return ClientMemory(self._fields("committed"), taken, self._fields("pending"), asked, life)
 
-    def save(self, memory: Memory) -> None:
+    def save(self, memory: ClientMemory) -> None:
         for phase, fields in (("committed", memory.committed), ("pending", memory.pending)):
             for kind in self._like():
                 key = f"torchpisa.{phase}.{kind}"
@@ -174,5 +174,5 @@ class RunStore:
     def _fields(self, phase: str) -> Fields | None:
         if not self._state.config_records[self._HEAD][phase]:
             return None
-        kept = self._state.array_records
-        return {kind: tensors_of(kept[f"torchpisa.{phase}.{kind}"]) for kind in self._like()}
+        records = self._state.array_records
+        return {kind: tensors_of(records[f"torchpisa.{phase}.{kind}"]) for kind in self._like()}

@@ -1,4 +1,4 @@
-"""A bar on the terminal, by rich where it is installed."""
+"""A progress bar on the terminal, drawn by rich if that is installed."""
 
 import importlib.util
 import sys
@@ -14,7 +14,7 @@ SHOWN = ("loss", "accuracy")
 def progress_bar(
     rounds: int, done: int, wanted: bool
 ) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Yield a function that shows a row; it does nothing without a terminal."""
+    """Yield a function that shows a row of a run; it does nothing without a terminal."""
     if not wanted or not sys.stderr.isatty():
         yield lambda row: None
         return

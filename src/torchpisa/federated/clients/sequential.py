@@ -1,18 +1,28 @@
-"""Rounds of clients one after the other, for models and data that cannot run at once."""
+"""Rounds in which one client runs after the other, for models and data that cannot be batched."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors, add
-from torchpisa.federated.client import Work, local_round
-from torchpisa.federated.objective import Data, Objective
+from torchpisa.federated.clients.data import Data
+from torchpisa.federated.clients.local_round import RoundWork, local_round
+from torchpisa.federated.clients.objective import Objective
 
-__all__ = ["InTurn"]
+__all__ = ["SequentialClients"]
 
 
-class InTurn:
-    """Memory and data of all clients; see `Together` for the arguments."""
+class SequentialClients:
+    """Memory and data of all clients.
+
+    Args:
+        algorithm: the algorithm.
+        objective: the model and the loss.
+        data: the data of each client.
+        weights: the initial weights.
+        seed: decides the shuffles.
+        alphas: the clients' shares.
+    """
 
     def __init__(
         self,
@@ -32,8 +42,8 @@ class InTurn:
 
     def round(
         self, down: Message, present: Sequence[int], iteration: int
-    ) -> tuple[Message, int, Work]:
-        """The weighted sum of the updates of those present, its bytes on the wire, and the work."""
+    ) -> tuple[Message, int, RoundWork]:
+        """Return the weighted sum of the updates, the bytes that clients sent, and the work."""
         total: Message | None = None
         sent, gradients, samples = 0, 0, 0
         for client in present:
@@ -51,4 +61,4 @@ class InTurn:
             samples += work.samples
             total = add(total, update, self._alphas[client])
         assert total is not None
-        return total, sent, Work(gradients, samples)
+        return total, sent, RoundWork(gradients, samples)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchpisa.federated import Epochs, FullGradient, Minibatches
-from torchpisa.federated.local_work import Key, LocalWork
+from torchpisa.federated.clients.local_work import Key, LocalWork
 
 property_test = settings(deadline=None, max_examples=60)
 samples = st.integers(1, 40)

@@ -4,21 +4,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchpisa.federated import whole
-from torchpisa.federated.objective import Objective, trainable
-from torchpisa.federated.whole import WholeGradients, worthwhile
+from torchpisa.federated.clients import full_gradients
+from torchpisa.federated.clients.full_gradients import FullGradients, faster_one_by_one
+from torchpisa.federated.clients.objective import Objective, trainable
 
 SIZES = (7, 5, 9)
 
 
 @pytest.fixture
-def gradients() -> WholeGradients:
+def gradients() -> FullGradients:
     torch.manual_seed(0)
     data = [(torch.randn(n, 4).double(), torch.randint(3, (n,))) for n in SIZES]
-    return WholeGradients(Objective(nn.Linear(4, 3).double()), data, chunk=3)
+    return FullGradients(Objective(nn.Linear(4, 3).double()), data, chunk=3)
 
 
-def expected(gradients: WholeGradients, clients: list[int]) -> dict[str, Tensor]:
+def expected(gradients: FullGradients, clients: list[int]) -> dict[str, Tensor]:
     model = gradients._objective.model
     rows = []
     for client in clients:
@@ -29,7 +29,7 @@ def expected(gradients: WholeGradients, clients: list[int]) -> dict[str, Tensor]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def test_means_over_chunks_stacked(gradients: WholeGradients) -> None:
+def test_means_over_chunks_stacked(gradients: FullGradients) -> None:
     weights = trainable(gradients._objective.model)
     for clients in ([0, 1, 2], [2, 0], [0, 1, 2], [0, 1, 2]):
         found = gradients(weights, clients)
@@ -38,9 +38,9 @@ def test_means_over_chunks_stacked(gradients: WholeGradients) -> None:
 
 
 def test_groups_that_come_again_are_recorded(
-    gradients: WholeGradients, monkeypatch: pytest.MonkeyPatch
+    gradients: FullGradients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "MOST", 2)
+    monkeypatch.setattr(full_gradients, "MAX_RECORDED", 2)
     weights = trainable(gradients._objective.model)
     for clients in ([0], [1], [0], [2], [1], [2], [2]):
         gradients(weights, clients)
@@ -48,13 +48,13 @@ def test_groups_that_come_again_are_recorded(
 
 
 def test_counts_of_groups_do_not_grow_without_end(
-    gradients: WholeGradients, monkeypatch: pytest.MonkeyPatch
+    gradients: FullGradients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "REMEMBERED", 2)
+    monkeypatch.setattr(full_gradients, "MAX_COUNTED", 2)
     weights = trainable(gradients._objective.model)
     for clients in ([0], [1], [2], [0, 1], [1, 2], [0, 2]):
         gradients(weights, clients)
-        assert len(gradients._met) <= 2
+        assert len(gradients._seen) <= 2
     assert not gradients._recorded
 
 
@@ -67,4 +67,4 @@ def test_counts_of_groups_do_not_grow_without_end(
     ],
 )
 def test_large_clients_on_a_gpu(device: str, sizes: tuple[int, ...], answer: bool) -> None:
-    assert worthwhile(torch.device(device), sizes) is answer
+    assert faster_one_by_one(torch.device(device), sizes) is answer

@@ -1,22 +1,22 @@
-"""Whether a loss decreases steadily, oscillates or diverges."""
+"""A classification of losses: steady, oscillating or diverging."""
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["LossTrend", "loss_trend"]
 
-Verdict = Literal["steady", "oscillates", "diverges"]
+LossTrend = Literal["steady", "oscillates", "diverges"]
 
-# A loss that has grown by this factor over its start does not come back.
-_FAR = 3.0
-# Rises in the second half, relative to all that was gained, beyond which a run oscillates.
-_RISES = 0.3
+# A loss that has grown by this factor since the start does not recover.
+_DIVERGENCE_FACTOR = 3.0
+# Sum of the rises in the second half, relative to the total gain, above which a run oscillates.
+_LARGEST_RISES = 0.3
 
 
-def judge(losses: Sequence[float], noise: float = 0.0) -> Verdict:
-    """What a sequence of losses does, from its start on.
+def loss_trend(losses: Sequence[float], noise: float = 0.0) -> LossTrend:
+    """Classify a sequence of losses, from its start on.
 
     The first half may rise: with momentum a run overshoots before it settles.
 
@@ -28,9 +28,9 @@ def judge(losses: Sequence[float], noise: float = 0.0) -> Verdict:
         return "diverges"
     first, low = losses[0], min(losses)
     span = max(abs(first), first - low)
-    if losses[-1] > first + (_FAR - 1) * span:
+    if losses[-1] > first + (_DIVERGENCE_FACTOR - 1) * span:
         return "diverges"
     half = losses[len(losses) // 2 :]
     rises = sum(max(0.0, b - a - 3 * noise) for a, b in pairwise(half))
     gained = first - min(half)
-    return "steady" if gained > 0 and rises <= _RISES * gained else "oscillates"
+    return "steady" if gained > 0 and rises <= _LARGEST_RISES * gained else "oscillates"
