@@ -23,7 +23,7 @@ import os
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 __all__ = ["NAMES", "Arrays", "CorruptFileError", "Dataset", "Split"]
-__all__ += ["compare", "data_folder", "digits", "load", "locate", "missing", "read", "scaled"]
-__all__ += ["verify"]
+__all__ += ["check_checksum", "data_folder", "digits", "is_missing", "load", "locate", "read"]
+__all__ += ["scaled", "verify"]
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -79,28 +79,28 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Source:
-    """How a data set is found and read.
+    """The way in which a data set is found and read.
 
     Attributes:
-        find: the place of the files in a data folder, or None if they are not there.
+        find: returns the place of the files in a data folder, or None if they are not there.
         read: reads them.
         needs: what `find` looks for, in words.
-        how: how to get it.
+        instructions: where to get the files.
         classes: number of labels.
-        mean: per channel, of the training data in [0, 1]; none: inputs stay in [0, 1].
+        mean: per channel, of the training data in [0, 1]; without it inputs stay in [0, 1].
         deviation: likewise, the standard deviation.
-        top: the value that becomes 1.
+        largest: the value that becomes 1.
         held_out: samples of the training data that become the validation split.
     """
 
     find: Callable[[Path], Path | None]
     read: Callable[[Path], Arrays]
     needs: str
-    how: str
+    instructions: str
     classes: int
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
-    top: int = 255
+    largest: int = 255
     held_out: int = 5000
 
 
@@ -138,8 +138,8 @@ def load(
     train, validation = split(arrays.train, arrays.train_labels), None
     if hold_out:
         order = torch.randperm(len(arrays.train), generator=torch.Generator().manual_seed(0))
-        kept, rest = order[: source.held_out], order[source.held_out :].sort().values
-        validation = Split(train.inputs[kept], train.targets[kept])
+        held_out, rest = order[: source.held_out], order[source.held_out :].sort().values
+        validation = Split(train.inputs[held_out], train.targets[held_out])
         train = Split(train.inputs[rest], train.targets[rest])
     return Dataset(name, source.classes, train, validation, split(arrays.test, arrays.test_labels))
 
@@ -147,7 +147,7 @@ def load(
 def scaled(name: str, inputs: Array) -> Tensor:
     """Published inputs of the data set as float32, normalised."""
     source = _source(name)
-    x = torch.tensor(inputs, dtype=torch.float32) / source.top
+    x = torch.tensor(inputs, dtype=torch.float32) / source.largest
     if not source.mean:
         return x
     mean, deviation = (torch.tensor(c).view(-1, 1, 1) for c in (source.mean, source.deviation))
@@ -165,13 +165,13 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
     place = cached if cached.is_file() else source.find(folder)
     if place is None:
         raise FileNotFoundError(
-            f"{name}: there is no {source.needs} in {folder.resolve()}. {source.how} The folder is "
-            "that of --data, or of the environment variable TORCHPISA_DATA"
+            f"{name}: there is no {source.needs} in {folder.resolve()}. {source.instructions} The "
+            "folder is that of --data, or of the environment variable TORCHPISA_DATA"
         )
     return place
 
 
-def missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
+def is_missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
     """Whether a data set is not there."""
     try:
         locate(name, folder)
@@ -192,7 +192,7 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
             return Arrays(*(saved[field] for field in Arrays._fields))
     arrays = _source(name).read(place)
     if cached.parent.is_dir() and name != "digits":
-        # In one move: other processes may be reading or writing the same file.
+        # Atomic, because other processes may be reading or writing the same file.
         part = cached.with_name(f".{name}.{os.getpid()}.npz")
         np.savez_compressed(part, **arrays._asdict())
         part.replace(cached)
@@ -229,21 +229,21 @@ def verify(name: str, folder: str | os.PathLike[str] | None = None) -> None:
     if place == _cached(name, data_folder(folder)):
         return
     if place.is_file():
-        compare(place, CHECKSUMS, _source(name).how)
+        check_checksum(place, CHECKSUMS, _source(name).instructions)
         return
     if name == "cifar10":
         zips = (place / "train_a.zip").is_file()
         for file in ("train_a.zip", "train_b.zip", "test.zip") if zips else BATCHES:
-            compare(place / file, CHECKSUMS, _source(name).how)
+            check_checksum(place / file, CHECKSUMS, _source(name).instructions)
 
 
-def compare(path: Path, checksums: Mapping[str, str], how: str) -> None:
+def check_checksum(path: Path, checksums: Mapping[str, str], instructions: str) -> None:
     """Check a file by its name's checksum; one without is not looked at.
 
     Args:
-        path: of the file.
+        path: the file.
         checksums: SHA-256 or MD5 by name.
-        how: how to get the file again.
+        instructions: where to get the file again.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -251,19 +251,19 @@ def compare(path: Path, checksums: Mapping[str, str], how: str) -> None:
     """
     expected = checksums.get(path.name)
     if not path.is_file():
-        raise FileNotFoundError(f"{path.resolve()} is missing. {how}")
+        raise FileNotFoundError(f"{path.resolve()} is missing. {instructions}")
     if expected is None:
         return
-    kind = "md5" if len(expected) == 32 else "sha256"
-    digest = hashlib.new(kind, usedforsecurity=False)
+    algorithm = "md5" if len(expected) == 32 else "sha256"
+    digest = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(2**20):
             digest.update(block)
-    found = digest.hexdigest()
-    if found != expected:
+    actual = digest.hexdigest()
+    if actual != expected:
         raise CorruptFileError(
-            f"{path.resolve()} is damaged or another file: its {kind.upper()} must be {expected}, "
-            f"got {found}. Remove it and get it again: {how}"
+            f"{path.resolve()} is damaged or another file: its {algorithm.upper()} must be "
+            f"{expected}, got {actual}. Remove it and get it again: {instructions}"
         )
 
 
@@ -299,7 +299,8 @@ def read_idx_folder(folder: Path) -> Arrays:
 
 def find_idx(*places: str) -> Callable[[Path], Path | None]:
     def find(folder: Path) -> Path | None:
-        return _first(folder / place for place in places if (folder / place / IDX[0]).is_file())
+        found = (folder / place for place in places if (folder / place / IDX[0]).is_file())
+        return next(found, None)
 
     return find
 
@@ -307,7 +308,7 @@ def find_idx(*places: str) -> Callable[[Path], Path | None]:
 # CIFAR-10
 
 
-class _Plain(pickle.Unpickler):
+class _ArrayUnpickler(pickle.Unpickler):
     """Of what a pickle can hold, the published files need arrays only; nothing else is loaded."""
 
     allowed = frozenset({"_reconstruct", "ndarray", "dtype", "encode"})
@@ -329,7 +330,7 @@ def read_batches(place: Path) -> Arrays:
         with tarfile.open(place) as archive:
             members = (archive.extractfile(f"cifar-10-batches-py/{name}") for name in names)
             raw = [member.read() for member in members if member is not None]
-    batches = [_Plain(io.BytesIO(data), encoding="bytes").load() for data in raw]
+    batches = [_ArrayUnpickler(io.BytesIO(data), encoding="bytes").load() for data in raw]
     images = [batch[b"data"].reshape(-1, 3, 32, 32) for batch in batches]
     labels = [np.array(batch[b"labels"], np.uint8) for batch in batches]
     return Arrays(np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1], labels[-1])
@@ -339,7 +340,7 @@ def read_strips(folder: Path) -> Arrays:
     """Zips of WebP images, lossless, each a strip of images below each other; `labels.u8`."""
     from PIL import Image
 
-    def one(name: str) -> tuple[list[Array], Array]:
+    def read_zip(name: str) -> tuple[list[Array], Array]:
         with zipfile.ZipFile(folder / name) as archive:
             strips = sorted(entry for entry in archive.namelist() if entry.endswith(".webp"))
             images = [
@@ -349,7 +350,7 @@ def read_strips(folder: Path) -> Arrays:
         return [np.asarray(image, np.uint8).reshape(-1, 32, 32, 3) for image in images], labels
 
     def join(*names: str) -> tuple[Array, Array]:
-        images, labels = zip(*map(one, names), strict=True)
+        images, labels = zip(*map(read_zip, names), strict=True)
         stacked = np.concatenate([strip for part in images for strip in part])
         return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2)), np.concatenate(labels)
 
@@ -358,9 +359,10 @@ def read_strips(folder: Path) -> Arrays:
 
 def find_cifar10(folder: Path) -> Path | None:
     inside = [folder, folder / "cifar10"]
-    published = [top / name for top in inside for name in ("cifar-10-batches-py", TAR)]
-    found = _first(path for path in published if path.exists())
-    return found or _first(top for top in inside if (top / "train_a.zip").is_file())
+    published = [place / name for place in inside for name in ("cifar-10-batches-py", TAR)]
+    places = [path for path in published if path.exists()]
+    places += [place for place in inside if (place / "train_a.zip").is_file()]
+    return next(iter(places), None)
 
 
 def read_cifar10(place: Path) -> Arrays:
@@ -406,10 +408,6 @@ def read_digits(folder: Path) -> Arrays:
     return Arrays(pixels[:1297], labels[:1297], pixels[1297:], labels[1297:])
 
 
-def _first(paths: Iterator[Path]) -> Path | None:
-    return next(paths, None)
-
-
 SOURCES = {
     "mnist": Source(
         find_idx("mnist"),
@@ -446,7 +444,7 @@ SOURCES = {
         "Put a9a and a9a.t, gzipped, into its folder a9a; they are on "
         "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html.",
         classes=2,
-        top=1,
+        largest=1,
     ),
     "digits": Source(
         lambda folder: folder,
@@ -454,7 +452,7 @@ SOURCES = {
         "scikit-learn",
         "",
         classes=10,
-        top=16,
+        largest=16,
         held_out=297,
     ),
 }

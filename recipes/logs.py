@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.recipe import Line
 
-__all__ = ["Board", "read", "record"]
+__all__ = ["TensorBoardLog", "read", "record"]
 
 
 def record(
@@ -32,14 +32,14 @@ def read(path: Path, **expected: Any) -> dict[str, Any] | None:
     """
     try:
         header, *lines, end = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    except (FileNotFoundError, ValueError):  # none, empty, or cut off within a line
+    except (FileNotFoundError, ValueError):  # no file, an empty one, or one cut off within a line
         return None
     if "seconds" not in end or any(header[name] != value for name, value in expected.items()):
         return None
     return {**header, **end, **{name: [line[name] for line in lines] for name in lines[0]}}
 
 
-class Board:
+class TensorBoardLog:
     """TensorBoard's files of a run, written beside its log; a context.
 
     Curves are drawn against the first column of a line. What an earlier attempt at the same run
@@ -61,7 +61,7 @@ class Board:
             if value is not None:
                 self.writer.add_scalar(name, value, int(step or 0))
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "TensorBoardLog":
         return self
 
     def __exit__(self, *error: object) -> None:

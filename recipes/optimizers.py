@@ -19,7 +19,8 @@ import torchpisa
 from torchpisa.optim.param_groups import split
 from torchpisa.penalty import gamma_l
 
-__all__ = ["TITLES", "Choice", "Schedule", "build", "lacks", "set_rate", "state_bytes"]
+__all__ = ["TITLES", "Choice", "Schedule", "build", "missing_requirement"]
+__all__ += ["scale_learning_rates", "state_bytes"]
 
 TITLES = {
     "sisa": "SISA",
@@ -110,7 +111,7 @@ THIRD_PARTY = {
 }
 
 
-def lacks(name: str) -> str | None:
+def missing_requirement(name: str) -> str | None:
     """What this machine lacks for an optimizer, if anything."""
     if name in THIRD_PARTY and importlib.util.find_spec("pytorch_optimizer") is None:
         return f"{name} needs pytorch_optimizer: pip install 'torchpisa[recipes]'"
@@ -128,7 +129,7 @@ def build(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     Raises:
         ImportError: this machine lacks what the optimizer needs.
     """
-    reason = lacks(choice.name)
+    reason = missing_requirement(choice.name)
     if reason is not None:
         raise ImportError(reason)
     optimizer = BUILDERS[choice.name](choice, model, rounds)
@@ -137,7 +138,7 @@ def build(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     return optimizer
 
 
-def set_rate(optimizer: Optimizer, factor: float) -> None:
+def scale_learning_rates(optimizer: Optimizer, factor: float) -> None:
     """Set all learning rates to a multiple of what they were given."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
@@ -192,7 +193,7 @@ def build_torch(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     return cls(model.parameters(), **options)
 
 
-def build_other(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
+def build_third_party(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     import pytorch_optimizer
 
     cls = getattr(pytorch_optimizer, THIRD_PARTY[choice.name])
@@ -202,11 +203,11 @@ def build_other(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
         return cls(model.parameters(), weight_decay=decay, **options)
     optimizer = cls(model.parameters(), **options)
     if decay:
-        optimizer.register_step_pre_hook(add_decay(decay))
+        optimizer.register_step_pre_hook(l2_decay_hook(decay))
     return optimizer
 
 
-def add_decay(decay: float) -> Callable[..., None]:
+def l2_decay_hook(decay: float) -> Callable[..., None]:
     """A hook that adds the L2 term to the gradients, for a class that has none of its own."""
 
     @torch.no_grad()
@@ -234,7 +235,7 @@ def build_muon(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
 
 BUILDERS: dict[str, Callable[[Choice, nn.Module, int], Optimizer]] = {
     **dict.fromkeys(("sgd", "adam", "adamw", "radam", "nadam", "rmsprop"), build_torch),
-    **dict.fromkeys(("adabound", "msvag", "adabelief", "yogi", "lamb", "padam"), build_other),
+    **dict.fromkeys(("adabound", "msvag", "adabelief", "yogi", "lamb", "padam"), build_third_party),
     "sisa": build_sisa,
     "nsisa": build_nsisa,
     "misa": build_misa,

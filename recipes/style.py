@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["COLOURS", "DASHES", "INK", "look"]
+__all__ = ["COLOURS", "DASHES", "INK", "figure_style"]
 
 # Readable on white and on black, and told apart by most people who see colours differently.
 COLOURS = ["#d1495b", "#e08e2b", "#8f9e2f", "#2a9d8f", "#3f88c5", "#8e6bbf"]
@@ -12,7 +12,7 @@ DASHES = (0, (4, 3))
 
 
 @contextmanager
-def look(salt: str) -> Iterator[None]:
+def figure_style(salt: str) -> Iterator[None]:
     """matplotlib's settings. Glyphs as text, fixed ids: small, the same bytes for the same results.
 
     Args:

@@ -55,12 +55,12 @@ def build(pixels: int, width: int, squash: bool, seed: int) -> tuple[nn.Module, 
     """Build generator and critic with weights that the seed gives, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = generator(pixels, width), Critic(pixels, width, squash)
-        for model in made:
+        models = generator(pixels, width), Critic(pixels, width, squash)
+        for model in models:
             for module in model.modules():
                 if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
                     nn.init.normal_(module.weight, 0.0, 0.02)
                 elif isinstance(module, nn.BatchNorm2d):
                     nn.init.normal_(module.weight, 1.0, 0.02)
                     nn.init.zeros_(module.bias)
-        return made
+        return models

@@ -85,15 +85,15 @@ def latest(run: dict[str, Any], number: int) -> float:
 
 def cells(results: Results) -> dict[Cell, dict[str, Summary]]:
     """What there is: cell -> algorithm -> its runs; in the order of the plan."""
-    found: dict[Cell, dict[str, list[dict[str, Any]]]] = {}
+    table: dict[Cell, dict[str, list[dict[str, Any]]]] = {}
     for cell in results["config"]["cells"]:
-        found[tuple(cell)] = {name: [] for name in ALGORITHMS}
+        table[tuple(cell)] = {name: [] for name in ALGORITHMS}
     for run in results["runs"].values():
         settings = run["settings"]
-        found[settings["dataset"], settings["labels"]][settings["algorithm"]].append(run)
+        table[settings["dataset"], settings["labels"]][settings["algorithm"]].append(run)
     return {
         cell: {name: Summary(tuple(runs)) for name, runs in row.items() if runs}
-        for cell, row in found.items()
+        for cell, row in table.items()
         if any(row.values())
     }
 

@@ -47,13 +47,13 @@ def lenet(channels: int, size: int, classes: int = 10) -> nn.Sequential:
         size: their height and width, 28 or 32.
         classes: outputs.
     """
-    left = ((size - 4) // 2 - 4) // 2  # what two convolutions and two poolings leave of it
+    remaining = ((size - 4) // 2 - 4) // 2  # what two convolutions and two poolings leave of it
     return nn.Sequential(
         ChannelsLast(),
         ConvolutionAndPooling(channels, 6),
         ConvolutionAndPooling(6, 16),
         ChannelsFirst(),
-        *(nn.Flatten(), nn.Linear(16 * left * left, 120), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(16 * remaining * remaining, 120), nn.ReLU()),
         *(nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes)),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from recipes import grid
 from recipes.language.optimizers import Choice, choose
+from recipes.recipe import shared_settings
 
 __all__ = ["PRESETS", "Config", "Settings", "Trial", "label", "plan"]
 
@@ -35,7 +36,7 @@ def trial(name: str, batches: int = 1, label: str = "", tried: int = 1, **settin
 
 
 def name_of(name: str, settings: Mapping[str, Any]) -> str:
-    shown = grid.label({key: value for key, value in settings.items() if key != "warm_up"})
+    shown = grid.run_label({key: value for key, value in settings.items() if key != "warm_up"})
     return f"{name}_{shown}" if shown else name
 
 
@@ -156,15 +157,11 @@ def label(trial: str, batches: int, seed: int) -> str:
     return f"{trial}_m{batches}_seed{seed}"
 
 
-SHARED = ("model", "tokens", "steps", "sequences", "micro", "validation")
-SHARED += ("validate_every", "log_every", "seed")
-
-
 def plan(config: Config) -> dict[str, Settings]:
     """All runs by name."""
-    shared = {name: getattr(config, name) for name in SHARED}
+    shared = shared_settings(config, Settings)
     runs = [
-        Settings(label=each.label, choice=each.choice, batches=each.batches, **shared)
-        for each in config.trials
+        Settings(label=trial.label, choice=trial.choice, batches=trial.batches, **shared)
+        for trial in config.trials
     ]
     return {run.name: run for run in runs}

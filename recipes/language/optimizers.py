@@ -13,7 +13,7 @@ import torchpisa
 from torchpisa.optim.param_groups import split
 
 __all__ = ["DEFAULTS", "NAMES", "TITLES", "WARM_DOWN"]
-__all__ += ["Choice", "Team", "build", "choose", "factor", "lacks", "state_bytes"]
+__all__ += ["Choice", "Team", "build", "choose", "factor", "missing_requirement", "state_bytes"]
 
 WARM_DOWN = 1450 / 5100  # of the published GPT-2 script's steps
 
@@ -123,7 +123,7 @@ class Team:
         self, consensus: Sequence[Optimizer], averaging: Sequence[Optimizer], batches: int
     ) -> None:
         self.consensus, self.averaging, self.batches = list(consensus), list(averaging), batches
-        self._taken = 0
+        self._batches_seen = 0
         for group in self._groups():
             group["initial_lr"] = group["lr"]
 
@@ -146,8 +146,8 @@ class Team:
         for optimizer in self.consensus:
             optimizer.step()
             optimizer.zero_grad()
-        self._taken = (self._taken + 1) % self.batches
-        if self._taken:
+        self._batches_seen = (self._batches_seen + 1) % self.batches
+        if self._batches_seen:
             return
         for optimizer in self.averaging:
             if self.batches > 1:
@@ -159,7 +159,7 @@ class Team:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Of all of them; between rounds."""
-        assert not self._taken
+        assert not self._batches_seen
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
@@ -184,7 +184,7 @@ def state_bytes(team: Team) -> int:
 # Building
 
 
-def lacks(choice: Choice) -> str | None:
+def missing_requirement(choice: Choice) -> str | None:
     """What a machine lacks for an optimizer, if anything."""
     if choice.name == "soap" and importlib.util.find_spec("pytorch_optimizer") is None:
         return "soap needs pytorch_optimizer: pip install pytorch_optimizer"
@@ -208,7 +208,7 @@ def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
         ImportError: this machine lacks what it needs.
     """
     check_name(choice.name)
-    reason = lacks(choice)
+    reason = missing_requirement(choice)
     if reason is not None:
         raise ImportError(reason)
     if choice.rest not in ("adamw", "own"):
@@ -221,7 +221,7 @@ def adamw(params: Sequence[nn.Parameter], lr: float, **options: Any) -> Optimize
     return torch.optim.AdamW(params, lr=lr, fused=fused, **options)
 
 
-def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Matrices of the blocks, and the rest."""
     groups = split(model, head=())  # the output layer is the embedding
     matrices, rest = ([param for _, param in group["params"]] for group in groups)
@@ -230,7 +230,7 @@ def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 def beside_adamw(make: Callable[..., Optimizer], choice: Choice, model: nn.Module) -> Any:
     """An optimizer of the matrices, and AdamW of the rest."""
-    matrices, rest = parted(model)
+    matrices, rest = split_matrices(model)
     other = adamw(rest, choice.rest_lr, betas=BETAS, weight_decay=0.0)
     return make(matrices, **choice.options), other
 
@@ -267,8 +267,8 @@ def build_matrix(cls: type[Optimizer], choice: Choice, model: nn.Module, batches
 
     if choice.rest == "own":
         return Team([make(split(model, head=()), **choice.options)], [], batches)
-    own, other = beside_adamw(make, choice, model)
-    return Team([own], [other], batches)
+    matrix_optimizer, other = beside_adamw(make, choice, model)
+    return Team([matrix_optimizer], [other], batches)
 
 
 def build_nsisa(choice: Choice, model: nn.Module, batches: int) -> Team:

@@ -48,11 +48,11 @@ def loss_at(run: dict[str, Any], step: int) -> float | None:
 
 def by_optimizer(results: Results) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Runs by optimizer and number of batches, in the order of the plan."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in results["runs"].values():
         settings = run["settings"]
-        found.setdefault((settings["choice"]["name"], settings["batches"]), []).append(run)
-    return found
+        groups.setdefault((settings["choice"]["name"], settings["batches"]), []).append(run)
+    return groups
 
 
 def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def muon(results: Results, batches: int) -> dict[str, Any] | None:
     That with the same number of batches, or else any: with more batches Muon averages over the same
     data, so only rounding differs.
     """
-    found = by_optimizer(results)
-    runs = found.get(("muon", batches)) or found.get(("muon", 1))
+    groups = by_optimizer(results)
+    runs = groups.get(("muon", batches)) or groups.get(("muon", 1))
     return best(runs) if runs else None
 
 

@@ -98,7 +98,7 @@ class Source:
 
     train: str
     validation: str
-    how: str
+    instructions: str
 
 
 SOURCES = {
@@ -126,7 +126,7 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> tuple[lis
     if name not in SOURCES:
         raise ValueError(f"tokens must be one of {', '.join(SOURCES)}, got {name!r}")
     source, top = SOURCES[name], data_folder(folder)
-    found = []
+    files = []
     for pattern in filter(None, (source.train, source.validation)):
         shards: dict[str, Path] = {}
         for suffix in reversed(SUFFIXES):  # the one that needs no decoding comes last, and stays
@@ -135,10 +135,10 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> tuple[lis
         if not shards:
             raise FileNotFoundError(
                 f"tokens {name!r} need {pattern}{' or '.join(SUFFIXES)} in the folder {top}. "
-                f"{source.how} --data or TORCHPISA_DATA names another folder."
+                f"{source.instructions} --data or TORCHPISA_DATA names another folder."
             )
-        found.append([shards[key] for key in sorted(shards)])
-    return tuple(found)
+        files.append([shards[key] for key in sorted(shards)])
+    return tuple(files)
 
 
 @cache  # one process does many runs

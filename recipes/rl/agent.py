@@ -105,7 +105,7 @@ class Agent:
         return rewards, lengths
 
     def finite(self) -> bool:
-        """Whether all weights are numbers."""
+        """Return True if all weights are finite."""
         return all(bool(param.isfinite().all()) for param in self.algorithm.parameters())
 
     def state(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Agent:
         return {
             "algorithm": self.algorithm.state_dict(),
             "schedulers": [each.state_dict() for each in self.algorithm.lr_schedulers],
-            # Tianshou keeps this one out of its state_dict.
+            # Tianshou leaves this out of its state_dict.
             "returns": vars(self.algorithm.ret_rms),
             "observations": vars(self.environments.get_obs_rms()),
             "environments": [env_state(each.env) for each in workers(self.environments)],
@@ -142,7 +142,7 @@ class Agent:
         np.random.set_state(numpy_state)
 
 
-# What of Tianshou's collector and buffers outlives an update.
+# Attributes of Tianshou's collector and buffers that outlive an update.
 COLLECTOR = ("_pre_collect_obs_RO", "_pre_collect_info_R", "_pre_collect_hidden_state_RH")
 COLLECTOR += ("collect_step", "collect_episode", "collect_time")
 EPISODE = ("_ep_return", "_ep_len")
@@ -163,15 +163,15 @@ class WithoutInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def make(environment: str, **options: Any) -> gymnasium.Env[Any, Any]:
     """One environment."""
-    # Left alone, MuJoCo writes its warnings to a file in the working folder.
+    # By default MuJoCo writes its warnings to a file in the working folder.
     mujoco.set_mju_user_warning(logging.getLogger("mujoco").info)
     return WithoutInfo(gymnasium.make(environment, disable_env_checker=True, **options))
 
 
 def vector(environment: str, count: int, learn: bool = True) -> VectorEnvNormObs:
     """Several, whose observations are normalised; those that learn also adapt how."""
-    together = DummyVectorEnv([lambda: make(environment) for _ in range(count)])
-    return VectorEnvNormObs(together, update_obs_rms=learn)
+    environments = DummyVectorEnv([lambda: make(environment) for _ in range(count)])
+    return VectorEnvNormObs(environments, update_obs_rms=learn)
 
 
 def workers(environments: VectorEnvNormObs) -> Sequence[Any]:
@@ -226,7 +226,7 @@ def policy(environments: VectorEnvNormObs, space: gymnasium.Space[Any]) -> Proba
         preprocess_net=network(environments), action_shape=space.shape, unbounded=True
     )
     with warnings.catch_warnings():
-        # Tianshou takes the actor, which is not bounded, for one that is.
+        # Tianshou mistakes the actor, which is not bounded, for one that is.
         warnings.filterwarnings("ignore", "action_scaling and action_bound_method")
         return ProbabilisticActorPolicy(
             actor=actor,

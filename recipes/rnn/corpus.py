@@ -23,7 +23,7 @@ __all__ = ["Corpus", "columns", "load", "locate", "verify"]
 END = "<eos>"
 PARTS = ("train", "valid", "test")
 WORDS = 2000  # of Python's documentation; the rest are <unk>
-HOW = (
+INSTRUCTIONS = (
     "Put ptb.train.txt, ptb.valid.txt and ptb.test.txt, plain or gzipped, into its folder ptb: the "
     "Penn Treebank of Mikolov's language models, with 10,000 words"
 )
@@ -51,17 +51,18 @@ def locate(folder: str | None = None) -> dict[str, Path]:
         FileNotFoundError: one is not there; says where it looked and what to do.
     """
     place = data_folder(folder) / "ptb"
-    found = {}
+    files = {}
     for part in PARTS:
         names = [place / f"ptb.{part}.txt", place / f"ptb.{part}.txt.gz"]
         path = next((path for path in names if path.is_file()), None)
         if path is None:
             raise FileNotFoundError(
-                f"ptb: there is no {names[0].name} or {names[1].name} in {place.resolve()}. {HOW}. "
-                "The folder is that of --data, or of the environment variable TORCHPISA_DATA"
+                f"ptb: there is no {names[0].name} or {names[1].name} in {place.resolve()}. "
+                f"{INSTRUCTIONS}. The folder is that of --data, or of the environment variable "
+                "TORCHPISA_DATA"
             )
-        found[part] = path
-    return found
+        files[part] = path
+    return files
 
 
 def read(path: Path) -> bytes:
@@ -69,7 +70,8 @@ def read(path: Path) -> bytes:
         raw = path.read_bytes()
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (gzip.BadGzipFile, EOFError, OSError) as error:
-        raise CorruptFileError(f"{path.resolve()} is damaged: {error}. {HOW}") from None
+        message = f"{path.resolve()} is damaged: {error}. {INSTRUCTIONS}"
+        raise CorruptFileError(message) from None
 
 
 def verify(folder: str | None = None) -> None:
@@ -80,11 +82,11 @@ def verify(folder: str | None = None) -> None:
         CorruptFileError: a file is not the published one.
     """
     for part, path in locate(folder).items():
-        found = hashlib.sha256(read(path)).hexdigest()
-        if found != CHECKSUMS[part]:
+        checksum = hashlib.sha256(read(path)).hexdigest()
+        if checksum != CHECKSUMS[part]:
             raise CorruptFileError(
                 f"{path.resolve()} is damaged or another text: its SHA-256, unzipped, must be "
-                f"{CHECKSUMS[part]}, got {found}. {HOW}"
+                f"{CHECKSUMS[part]}, got {checksum}. {INSTRUCTIONS}"
             )
 
 

@@ -85,8 +85,8 @@ class LanguageModel(nn.Module):
         for number, layer in enumerate(self.layers):
             before = hidden[2 * number], hidden[2 * number + 1]
             raw, *after = layer(x, (before[0].clone(), before[1].clone()))
-            for own, new in zip(before, after, strict=True):
-                own.copy_(new.detach())
+            for old, new in zip(before, after, strict=True):
+                old.copy_(new.detach())
             last = number == len(self.layers) - 1
             x = locked_dropout(raw, OUTPUT_DROP if last else HIDDEN_DROP, self.training)
         logits = F.linear(x, self.embedding.weight, self.bias)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from recipes import __main__ as command
+from recipes.execution import Runs, format_duration, logged_lines, progress_text, share_threads
 from recipes.recipe import Check, Line, Recipe, Results
-from recipes.work import Runs, bar, clock, lines_in, share_threads
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ TOY = Recipe(
     run=climb,
     check=lambda results: [Check("a", "said", "seen", True)],
     draw=lambda results, path: path.touch() or None,
-    takes=("device", "data"),
-    depends=lambda config: {"steps": config.steps},
+    options=("device", "data"),
+    run_key=lambda config: {"steps": config.steps},
     report=lambda results: f"{len(results['runs'])} runs\n",
     partial=True,
 )
@@ -125,7 +125,7 @@ def test_runs_depend_on_what_the_recipe_says(capsys: pytest.CaptureFixture[str])
 def test_saved_runs_are_condensed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recipe = dataclasses.replace(TOY, condense=last_height)
     options = {"device": "cpu", "data": ""}
-    results = command.carry_out(recipe, Size(3), tmp_path, options=options)
+    results = command.run_recipe(recipe, Size(3), tmp_path, options=options)
     assert results["runs"]["steep"] == {"settings": {"by": 2.0}, "top": 4.0}
 
 
@@ -162,7 +162,7 @@ def test_recipe_without_options_has_none(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_interrupted_run_is_not_in_the_log(tmp_path: Path) -> None:
     runs = Runs(climb, Size(3), PLAN, tmp_path, {"device": "cpu", "data": ""})
-    runs.do(["flat"])
+    runs.run_missing(["flat"])
     assert runs.log("flat") is not None
     text = runs.path("flat").read_text(encoding="utf-8")
     runs.path("flat").write_text(text[: text.rindex('{"seconds')], encoding="utf-8")
@@ -186,21 +186,21 @@ def test_no_run_is_started_after_the_time_limit(
 ) -> None:
     options = {"device": "cpu", "data": ""}
     runs = Runs(climb, Size(3), PLAN, tmp_path, options, deadline=time.time() - 1)
-    runs.do(list(PLAN))
+    runs.run_missing(list(PLAN))
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out.count("not done within the time limit") == len(PLAN)
-    dataclasses.replace(runs, deadline=time.time() + 600).do(list(PLAN))
+    dataclasses.replace(runs, deadline=time.time() + 600).run_missing(list(PLAN))
     assert runs.log("steep") is not None
 
 
 def test_a_run_stops_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
-    monkeypatch.setattr("recipes.work.time.time", lambda: next(now))
+    monkeypatch.setattr("recipes.execution.time.time", lambda: next(now))
     options = {"device": "cpu", "data": ""}
     runs = Runs(climb, Size(50), {"flat": Slope(0.0)}, tmp_path, options, deadline=10)
-    runs.do(["flat"])
+    runs.run_missing(["flat"])
     assert runs.log("flat") is None  # it has no end
-    assert 1 < lines_in(runs.path("flat")) < 50
+    assert 1 < logged_lines(runs.path("flat")) < 50
 
 
 @pytest.mark.usefixtures("toy")
@@ -228,10 +228,10 @@ def test_no_runs_takes_what_the_logs_have() -> None:
 
 
 def test_bar_estimates_what_is_left() -> None:
-    assert bar(5, 20, 60.0) == "[#####...............] 5/20, 3:00 left  "
-    assert bar(0, 20, 60.0).startswith("[....................] 0/20, -:-- left")
-    assert bar(20, 20, 60.0).startswith("[####################] 20/20, 0:00 left")
-    assert [clock(seconds) for seconds in (9, 61, 3725)] == ["0:09", "1:01", "1:02:05"]
+    assert progress_text(5, 20, 60.0) == "[#####...............] 5/20, 3:00 left  "
+    assert progress_text(0, 20, 60.0).startswith("[....................] 0/20, -:-- left")
+    assert progress_text(20, 20, 60.0).startswith("[####################] 20/20, 0:00 left")
+    assert [format_duration(seconds) for seconds in (9, 61, 3725)] == ["0:09", "1:01", "1:02:05"]
 
 
 def test_bar_is_on_a_terminal_only(
@@ -239,10 +239,10 @@ def test_bar_is_on_a_terminal_only(
 ) -> None:
     options = {"device": "cpu", "data": ""}
     runs = Runs(climb, Size(3), PLAN, tmp_path, options, length=lambda settings: 3)
-    runs.do(["flat"])
+    runs.run_missing(["flat"])
     assert "#" not in capsys.readouterr().out
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    runs.do(["steep"])
+    runs.run_missing(["steep"])
     shown = capsys.readouterr().out
     assert "[#######.............] 1/3" in shown
     assert "[####################] 3/3, 0:00 left  step 2  height 4" in shown
@@ -251,9 +251,9 @@ def test_bar_is_on_a_terminal_only(
 def test_tensorboard_has_what_the_log_has(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     options = {"device": "cpu", "data": ""}
-    runs = Runs(climb, Size(3), PLAN, tmp_path / "logs", options, board=tmp_path / "board")
+    runs = Runs(climb, Size(3), PLAN, tmp_path / "logs", options, tensorboard=tmp_path / "board")
     for _ in range(2):  # the second time, the first one's files are gone
-        runs.do(["steep"])
+        runs.run_missing(["steep"])
         runs.path("steep").unlink()
     events = accumulator.EventAccumulator(str(tmp_path / "board" / "steep"))
     events.Reload()
