@@ -55,7 +55,7 @@ def run_recipe(
     tensorboard: bool = False,
     train: bool = True,
 ) -> Results:
-    """Do the runs that are not in the logs in `folder`, and check them all.
+    """Do the runs that are not in the logs yet, check all, and return the results.
 
     Args:
         recipe: the recipe.
@@ -109,12 +109,12 @@ def run_recipe(
 
 
 def has_enough_runs(recipe: Recipe, results: Results) -> bool:
-    """Whether there is enough to check and draw."""
+    """Return True if there are enough runs to check and draw."""
     return bool(results["runs"]) if recipe.partial else not results.get("missing")
 
 
 def report_results(recipe: Recipe, results: Results, path: Path) -> None:
-    """Print the checks, draw, report; end with an error if the paper's statements do not hold."""
+    """Print the checks, draw and report; exit with an error if a statement does not hold."""
     missing = len(results.get("missing", []))
     if missing:
         print(f"{missing} of {missing + len(results['runs'])} runs are still to be done")
@@ -137,7 +137,7 @@ def report_results(recipe: Recipe, results: Results, path: Path) -> None:
 
 
 def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence[str]) -> None:
-    """Options about where runs are done."""
+    """Add options about devices, folders and processes."""
     if "device" in option_names:
         best = "cuda" if torch.cuda.is_available() else "cpu"
         parser.add_argument("--device", default=best, help="default here: %(default)s")
@@ -161,7 +161,7 @@ def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence
 
 
 def positive_seconds(word: str) -> float:
-    """A time limit, which must be positive."""
+    """Parse a time limit, which must be positive."""
     try:
         value = float(word)
     except ValueError:
@@ -174,7 +174,7 @@ def positive_seconds(word: str) -> float:
 def read_resource_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace, option_names: Sequence[str]
 ) -> dict[str, Any]:
-    """What `add_resources` got, checked, as the keyword arguments of a run."""
+    """Return the checked values of `add_resource_options`, as keyword arguments of a run."""
     if args.jobs < 1:
         parser.error(f"--jobs must be >= 1, got {args.jobs}")
     options = {name: getattr(args, name) for name in option_names}

@@ -1,4 +1,4 @@
-"""Curves of several optimizers: means over seeds, tables, and panels as in the paper's figures."""
+"""Curves of several optimizers: means over seeds, and panels as in the paper's figures."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Run = dict[str, Any]
-"""What is saved of a run."""
+"""The saved results of one run."""
 
 OUTLIER_FACTOR = 5.0  # times the usual median: a curve there is one of a training that failed
 LINE_STYLES: list[Any] = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
@@ -64,12 +64,12 @@ class Panel:
 
 
 def display_name(label: str) -> str:
-    """The name of an optimizer's runs in tables and pictures."""
+    """Return the name of an optimizer's runs in tables and pictures."""
     return VARIANT_NAMES.get(label) or TITLES.get(label, label)
 
 
 def group_runs(results: Results, by: Callable[[Run], Any]) -> dict[Any, dict[str, list[Run]]]:
-    """Runs by a key and by optimizer, in the order of the plan."""
+    """Return runs by a key and by optimizer, in the order of the plan."""
     groups: dict[Any, dict[str, list[Run]]] = {}
     for run in results["runs"].values():
         label = run["settings"]["choice"]["label"]
@@ -99,7 +99,7 @@ def epoch_costs(log: dict[str, Any]) -> Run:
 
 
 def describe_settings(settings: dict[str, Any]) -> str:
-    """The options that are numbers, and m."""
+    """Return m and the numerical options as text."""
     choice = settings["choice"]
     words = [f"m {choice['batches']}"] if choice["batches"] > 1 else []
     for name, value in choice["options"].items():
@@ -123,7 +123,7 @@ def compose_report(results: Results, parts: Sequence[str], checks: Sequence[Chec
 
 
 def check_column_falls(results: Results, column: str, words: str) -> list[Check]:
-    """A statement for every run: that a column falls from its first value to its last."""
+    """Check for every run that a column falls from its first value to its last."""
     checks = []
     for name, run in results["runs"].items():
         first, last = run[column][0], run[column][-1]
@@ -186,7 +186,7 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
 
 
 def outlier_limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The range of a panel where curves far above the others leave it; None if there are none."""
+    """Return a range that leaves out curves far above the others, or None if there are none."""
     curves = [list(values) for values in curves if values]
     if not curves:
         return None
@@ -198,7 +198,7 @@ def outlier_limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | N
 
 
 def mean_curve(panel: Panel, runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]]:
-    """Mean and standard deviation over the runs that got that far, where there is a value."""
+    """Return places, means and standard deviations over the runs that have a value there."""
     points: dict[float, list[float]] = {}
     for run in runs:
         for x, y in zip(run[panel.x], run[panel.y], strict=True):

@@ -57,7 +57,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # == on tensors is elementwise, so a generated __eq__ would raise
 class Dataset:
-    """A data set, split; `validation` is None where nothing was held out."""
+    """A data set, split; `validation` is None if nothing was held out."""
 
     name: str
     classes: int
@@ -66,7 +66,7 @@ class Dataset:
     test: Split
 
     def to(self, device: torch.device | str) -> "Dataset":
-        """The same on a device."""
+        """Return the same data set on a device."""
 
         def move(split: Split) -> Split:
             return Split(split.inputs.to(device), split.targets.to(device))
@@ -105,7 +105,7 @@ class Source:
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The folder given, or else that of TORCHPISA_DATA, or else `data`."""
+    """Return the folder, or by default that of TORCHPISA_DATA, or `data`."""
     return Path(folder or os.environ.get("TORCHPISA_DATA") or "data")
 
 
@@ -116,7 +116,7 @@ def load(
     hold_out: bool = True,
     normalise: bool = True,
 ) -> Dataset:
-    """A data set as tensors.
+    """Return a data set as tensors.
 
     Args:
         name: one of `NAMES`.
@@ -145,7 +145,7 @@ def load(
 
 
 def scaled(name: str, inputs: Array) -> Tensor:
-    """Published inputs of the data set as float32, normalised."""
+    """Return published inputs of a data set as float32, normalised."""
     source = _source(name)
     x = torch.tensor(inputs, dtype=torch.float32) / source.largest
     if not source.mean:
@@ -155,7 +155,7 @@ def scaled(name: str, inputs: Array) -> Tensor:
 
 
 def locate(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Where a data set is: its file in the cache, or the place of its published files.
+    """Return the place of a data set: its file in the cache, or its published files.
 
     Raises:
         FileNotFoundError: neither is there; says where it looked and how to get the data.
@@ -172,7 +172,7 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
-    """Whether a data set is not there."""
+    """Return True if a data set is not there."""
     try:
         locate(name, folder)
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def is_missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
 
 
 def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
-    """A data set as published, from the cache or from its files.
+    """Return a data set as published, from the cache or from its files.
 
     Raises:
         FileNotFoundError: see `locate`.
@@ -200,7 +200,7 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
 
 
 class CorruptFileError(ValueError):
-    """A file is not the published one."""
+    """A file that is not the published one."""
 
 
 # SHA-256, or MD5 where that is what the publisher gives, by the name of the file.
@@ -219,7 +219,7 @@ CHECKSUMS = {
 
 
 def verify(name: str, folder: str | os.PathLike[str] | None = None) -> None:
-    """Check that a data set's files are whole; what is in the cache is not looked at.
+    """Check that the files of a data set are intact; the cache is not checked.
 
     Raises:
         FileNotFoundError: see `locate`; or one of its files is missing.
@@ -238,7 +238,7 @@ def verify(name: str, folder: str | os.PathLike[str] | None = None) -> None:
 
 
 def check_checksum(path: Path, checksums: Mapping[str, str], instructions: str) -> None:
-    """Check a file by its name's checksum; one without is not looked at.
+    """Check a file against the checksum for its name, if there is one.
 
     Args:
         path: the file.
@@ -275,7 +275,7 @@ def _cached(name: str, folder: Path) -> Path:
 
 
 def read_idx(path: Path) -> Array:
-    """A gzipped idx file of bytes."""
+    """Read a gzipped idx file of bytes."""
     with gzip.open(path) as file:
         raw = file.read()
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":  # 8: unsigned bytes
@@ -299,8 +299,8 @@ def read_idx_folder(folder: Path) -> Arrays:
 
 def find_idx(*places: str) -> Callable[[Path], Path | None]:
     def find(folder: Path) -> Path | None:
-        found = (folder / place for place in places if (folder / place / IDX[0]).is_file())
-        return next(found, None)
+        existing = (folder / place for place in places if (folder / place / IDX[0]).is_file())
+        return next(existing, None)
 
     return find
 
@@ -309,7 +309,7 @@ def find_idx(*places: str) -> Callable[[Path], Path | None]:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Of what a pickle can hold, the published files need arrays only; nothing else is loaded."""
+    """An unpickler that loads arrays only, which is all that the published files need."""
 
     allowed = frozenset({"_reconstruct", "ndarray", "dtype", "encode"})
 
@@ -322,7 +322,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_batches(place: Path) -> Arrays:
-    """The published batches, from `cifar-10-batches-py` or the archive with that folder."""
+    """Read the published batches, from `cifar-10-batches-py` or from the archive."""
     names = BATCHES
     if place.is_dir():
         raw = [(place / name).read_bytes() for name in names]
@@ -337,7 +337,7 @@ def read_batches(place: Path) -> Arrays:
 
 
 def read_strips(folder: Path) -> Arrays:
-    """Zips of WebP images, lossless, each a strip of images below each other; `labels.u8`."""
+    """Read zips of lossless WebP images, each a strip of images, and of `labels.u8`."""
     from PIL import Image
 
     def read_zip(name: str) -> tuple[list[Array], Array]:
@@ -377,7 +377,7 @@ BATCHES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 
 
 def read_libsvm(path: Path, features: int = 123) -> tuple[Array, Array]:
-    """Rows of a label (-1 or +1, here 0 or 1) and the places of the ones among the features."""
+    """Read rows of a label (-1 or +1, here 0 or 1) and the indices of the features that are 1."""
     with gzip.open(path, "rt", encoding="ascii") as file:
         rows = [line.split() for line in file]
     x = np.zeros((len(rows), features), np.uint8)
@@ -394,7 +394,7 @@ def find_adult(folder: Path) -> Path | None:
 
 
 def digits() -> tuple[Array, Array]:
-    """scikit-learn's 1,797 digits, 8x8 with values up to 16, shuffled once."""
+    """Return scikit-learn's 1,797 digits, 8x8 with values up to 16, shuffled once."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -1,4 +1,4 @@
-"""Runs that are done once: logged while they go, several at a time if asked to, and resumed."""
+"""Execution of runs: each is done once, logged while it runs, and several may run at a time."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ class Runs:
     packages: tuple[str, ...] = ()
 
     def key(self, name: str) -> dict[str, Any]:
-        """Through JSON, so that it compares equal to what a log holds."""
+        """Return what identifies a run, through JSON, so that it equals what a log holds."""
         key = {"config": self.run_key, "settings": dataclasses.asdict(self.plan[name])}
         return json.loads(json.dumps(key))
 
@@ -63,7 +63,7 @@ class Runs:
         return self.folder / f"{name}.jsonl"
 
     def log(self, name: str) -> dict[str, Any] | None:
-        """What a finished run logged, or None."""
+        """Return what a finished run logged, or None."""
         return logs.read(self.path(name), **self.key(name))
 
     def run_missing(self, names: list[str]) -> None:
@@ -123,7 +123,7 @@ class Runs:
         return None if self.length is None else self.length(self.plan[name])
 
     def run_one(self, name: str, report: Callable[[Line], None] = lambda line: None) -> None:
-        """Do one run, in whichever process this is."""
+        """Do one run, in this process."""
         if self.deadline is not None and time.time() > self.deadline:
             return
         header = {
@@ -148,11 +148,11 @@ class Runs:
 
 
 class TimeLimitError(Exception):
-    """The time limit has passed."""
+    """The end of a run at its time limit."""
 
 
 def until_deadline(lines: Iterator[Line], deadline: float | None) -> Iterator[Line]:
-    """The lines until the deadline has passed; raises TimeLimitError then."""
+    """Yield the lines until the deadline has passed; then raise TimeLimitError."""
     for line in lines:
         yield line
         if deadline is not None and time.time() > deadline:
@@ -168,7 +168,7 @@ def tee(first: Callable[[Line], None], second: Callable[[Line], None]) -> Callab
 
 
 def share_threads(jobs: int) -> None:
-    """In each of several processes, so that together they use every core once."""
+    """Limit the threads of one of several processes, so that together they use every core once."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -176,7 +176,7 @@ def share_threads(jobs: int) -> None:
 
 
 class Progress:
-    """One line on a terminal, rewritten all the time; nothing elsewhere.
+    """A line on a terminal that is rewritten with every line of the log.
 
     Args:
         label: the beginning of the line.
@@ -201,7 +201,7 @@ class Progress:
 
 
 class OverallProgress:
-    """The same for runs in other processes, from the lengths of their logs.
+    """The progress of runs in other processes, from the lengths of their logs.
 
     Args:
         logs: path and number of lines in the end, or None, by the name of the run.
@@ -214,7 +214,7 @@ class OverallProgress:
 
     @property
     def pause(self) -> float | None:
-        """Seconds from one look to the next; None where nobody looks."""
+        """Return the seconds between two updates, or None without a terminal."""
         return 1.0 if self.has_totals and sys.stdout.isatty() else None
 
     def show(self) -> None:
@@ -225,7 +225,7 @@ class OverallProgress:
 
 
 def logged_lines(path: Path) -> int:
-    """What a run has logged so far, without header and end."""
+    """Return the number of lines that a run has logged so far, without header and end."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -234,14 +234,14 @@ def logged_lines(path: Path) -> int:
 
 
 def progress_text(done: int, total: int, seconds: float, width: int = 20) -> str:
-    """How much is done, and how long the rest takes if it goes on like this."""
+    """Return a bar, the counts and an estimate of the time that is left."""
     full = round(width * done / total)
     left = f"{format_duration(seconds * (total - done) / done)} left" if done else "-:-- left"
     return f"[{'#' * full}{'.' * (width - full)}] {done}/{total}, {left}  "
 
 
 def format_duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Return hours, minutes and seconds as text."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -253,7 +253,7 @@ def print_line(text: str, end: str = "\n") -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Four digits are enough in a column of floats."""
+    """Round the floats of a column to four digits."""
     if not isinstance(value, list):
         return value
     return [float(f"{entry:.4g}") if isinstance(entry, float) else entry for entry in value]

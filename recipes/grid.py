@@ -1,4 +1,4 @@
-"""Grids of settings to try, as the commands that tune take them, and how settings are written."""
+"""Grids of settings for the commands that tune, and settings as text."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ Value = float | str
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, tuple[Value, ...]]:
-    """`name=1,2,3`, several times."""
+    """Parse words such as `name=1,2,3`."""
     grid = {}
     for word in words:
         name, _, values = word.partition("=")
@@ -33,12 +33,12 @@ def parse_value(word: str) -> Value:
 
 
 def format_value(value: object) -> str:
-    """As tables have it."""
+    """Return a value as it stands in tables."""
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def run_label(settings: Mapping[str, object]) -> str:
-    """As names of runs have them."""
+    """Return settings as they stand in names of runs."""
     return "_".join(
         f"{name}{'_' if isinstance(value, str) else ''}{format_value(value)}"
         for name, value in settings.items()

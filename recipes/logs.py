@@ -1,4 +1,4 @@
-"""The log of a run, JSON by lines: a header, what the run yields, and at the end the seconds."""
+"""The log of a run as JSON lines: a header, what the run yields, and the seconds at the end."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ __all__ = ["TensorBoardLog", "read", "record"]
 def record(
     path: Path, header: dict[str, Any], lines: Iterable[Line], report: Callable[[Line], None]
 ) -> None:
-    """Log a run while it goes; `report` sees every line too."""
+    """Log a run while it runs; `report` receives every line, too."""
     start = time.perf_counter()
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(header) + "\n")
@@ -26,7 +26,7 @@ def record(
 
 
 def read(path: Path, **expected: Any) -> dict[str, Any] | None:
-    """A finished run: its header, `seconds`, and a column per logged name.
+    """Return a finished run: its header, `seconds`, and a column per logged name.
 
     None if there is no log, if it ends early, or if its header differs from what is expected.
     """
@@ -40,7 +40,7 @@ def read(path: Path, **expected: Any) -> dict[str, Any] | None:
 
 
 class TensorBoardLog:
-    """TensorBoard's files of a run, written beside its log; a context.
+    """TensorBoard's files of a run, written beside its log; a context manager.
 
     Curves are drawn against the first column of a line. What an earlier attempt at the same run
     left in the folder is removed.

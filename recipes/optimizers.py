@@ -44,7 +44,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the learning rate is multiplied by while training goes on.
+    """The factor of the learning rate during training.
 
     Attributes:
         kind: "constant", "cosine" down to zero, or "steps".
@@ -61,7 +61,7 @@ class Schedule:
             raise ValueError(f"kind must be 'constant', 'cosine' or 'steps', got {self.kind!r}")
 
     def factor(self, epoch: float, epochs: int) -> float:
-        """The factor at a moment, in epochs from 0; whole numbers are the starts of epochs."""
+        """Return the factor at a time in epochs from 0; epochs begin at whole numbers."""
         value = 1.0
         if self.kind == "cosine":
             value = 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / epochs)))
@@ -112,7 +112,7 @@ THIRD_PARTY = {
 
 
 def missing_requirement(name: str) -> str | None:
-    """What this machine lacks for an optimizer, if anything."""
+    """Return what this machine lacks for an optimizer, or None."""
     if name in THIRD_PARTY and importlib.util.find_spec("pytorch_optimizer") is None:
         return f"{name} needs pytorch_optimizer: pip install 'torchpisa[recipes]'"
     return None
@@ -139,13 +139,13 @@ def build(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
 
 
 def scale_learning_rates(optimizer: Optimizer, factor: float) -> None:
-    """Set all learning rates to a multiple of what they were given."""
+    """Set all learning rates to a multiple of their initial values."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors in the state; counters, of 0 dimensions, left out."""
+    """Return the bytes of all tensors in the state, without counters, which have 0 dimensions."""
     values = (value for state in optimizer.state.values() for value in state.values())
     tensors = (value for value in values if isinstance(value, torch.Tensor) and value.dim())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -208,7 +208,7 @@ def build_third_party(choice: Choice, model: nn.Module, rounds: int) -> Optimize
 
 
 def l2_decay_hook(decay: float) -> Callable[..., None]:
-    """A hook that adds the L2 term to the gradients, for a class that has none of its own."""
+    """Return a hook that adds the L2 term to the gradients, for a class that lacks one."""
 
     @torch.no_grad()
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -221,7 +221,7 @@ def l2_decay_hook(decay: float) -> Callable[..., None]:
 
 
 def build_muon(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
-    """Muon for the hidden matrices, convolutions flattened, and AdamW for the rest."""
+    """Build Muon for the hidden matrices, convolutions flattened, with AdamW for the rest."""
     from pytorch_optimizer import Muon
 
     options = dict(choice.options)

@@ -1,4 +1,4 @@
-"""The paper's hyperparameter table: the rows of SISA that recipes here train with, frozen.
+"""The paper's hyperparameter table: the rows of SISA that the recipes train with, frozen.
 
 mu is the L2 term in the gradient of every batch and lambda that of the consensus, each on its own,
 as in the published scripts; in VGG-11's row lambda is larger than mu. The table has no beta of the
@@ -42,7 +42,7 @@ class PaperRow:
     warm_down: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Arguments of SISA, with gamma in epochs."""
+        """Return the arguments of SISA, with gamma in epochs."""
         options: dict[str, Any] = {"sigma": self.sigma, "rho": self.rho, "beta": self.beta}
         options |= {"eps": 1e-8, "weight_decay": self.mu, "consensus_decay": self.consensus_decay}
         return options if self.gamma is None else {**options, "gamma": self.gamma}

@@ -1,4 +1,4 @@
-"""How the pictures of all recipes look."""
+"""The common style of the recipes' pictures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ DASHES = (0, (4, 3))
 
 @contextmanager
 def figure_style(salt: str) -> Iterator[None]:
-    """matplotlib's settings. Glyphs as text, fixed ids: small, the same bytes for the same results.
+    """Set matplotlib's style: glyphs as text and fixed ids, so that files are reproducible.
 
     Args:
         salt: of the ids; the recipe's name.

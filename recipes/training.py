@@ -143,7 +143,7 @@ def forward_precision(name: str, device: torch.device) -> contextlib.AbstractCon
 
 
 class GraphedPass:
-    """Forward and backward pass over inputs of fixed shapes, on a GPU replayed as one CUDA graph.
+    """A forward and backward pass for inputs of fixed shapes, on a GPU as one CUDA graph.
 
     Small models spend most of their time waiting for kernels to be launched; a graph launches all
     of them at once. Gradients are those of the last call and do not add up. With graphs they are

@@ -1,4 +1,4 @@
-"""Fréchet distances by torchmetrics, on the features of a network that is part of their name.
+"""Fréchet distances by torchmetrics, on the features of a network, which is part of their name.
 
 A distance says something only beside others on the same features: the paper's are on Inception's.
 """
@@ -49,7 +49,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """Expand, convolve each channel, project; beside the input where the shapes allow it."""
+    """An inverted bottleneck: expand, convolve each channel, project; a skip if shapes allow."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, stride: int, size: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class EfficientNetLite0(nn.Module):
 
 
 def translate_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The package's names as those of the modules here; the classifier is left out."""
+    """Return the package's weights under the names of the modules here, without the classifier."""
     names = {
         **{"_conv_stem.": "stem.conv.", "_bn0.": "stem.norm."},
         **{"_conv_head.": "head.conv.", "_bn1.": "head.norm."},
@@ -181,7 +181,7 @@ def make_metric(name: str, device: str, weights: str | None = None) -> Any:
 
 @torch.no_grad()
 def distance(metric: Any, real: Tensor, fake: Tensor) -> float:
-    """The distance of two sets of images.
+    """Return the distance of two sets of images.
 
     Args:
         metric: of `make_metric`; it keeps the statistics of the real images.

@@ -9,7 +9,7 @@ NOISE = 100  # numbers that a picture is made from
 
 
 def generator(pixels: int, width: int) -> nn.Module:
-    """Transposed convolutions from 1 x 1 to a square whose side is a power of 2, in [-1, 1]."""
+    """Build transposed convolutions from 1 x 1 to a square of a power of 2, in [-1, 1]."""
     channels = width * pixels // 8
     layers: list[nn.Module] = [nn.ConvTranspose2d(NOISE, channels, 4, 1, 0, bias=False)]
     size = 4

@@ -1,4 +1,4 @@
-"""What is kept of a run, statements, picture and tables."""
+"""Results: condensed runs, statements, picture and tables."""
 
 import statistics
 from pathlib import Path
@@ -42,7 +42,7 @@ CURVES = ("epoch", "critic_loss", "generator_loss")
 
 
 def condense(log: dict[str, Any]) -> Run:
-    """The last distance, seconds of an epoch, and the curves."""
+    """Return the last distance, the seconds of an epoch and the curves."""
     column = next(name for name in log if name.startswith("fid_"))
     last = log[column][-1]
     return {
@@ -57,13 +57,15 @@ def condense(log: dict[str, Any]) -> Run:
 
 
 def panels(results: Results) -> dict[tuple[str, str], dict[str, list[Run]]]:
-    """Runs by kind and feature network, and by optimizer."""
+    """Return runs by kind and feature network, and by optimizer."""
     return group_runs(results, lambda run: (run["settings"]["kind"], run["features"]))
 
 
 def check(results: Results) -> list[Check]:
-    """Hold the distances against what the paper says of them: SISA's is the lowest. Of a part of
-    the images, that the models learn."""
+    """Compare the distances with the paper, where SISA's is the lowest.
+
+    On a part of the images, check that the models learn.
+    """
     if results["config"]["limit"]:
         return curves.check_column_falls(results, "fid", "distance")
     checks = []
@@ -78,7 +80,7 @@ def check(results: Results) -> list[Check]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """The distance over epochs, a panel per kind."""
+    """Draw the distance over epochs, a panel per kind."""
     row = [
         Panel(KINDS[kind], f"FID, {features}", runs, "epoch", "fid")
         for (kind, features), runs in panels(results).items()
@@ -87,7 +89,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     parts = []
     for (kind, features), runs in panels(results).items():
         first = next(iter(runs.values()))[0]

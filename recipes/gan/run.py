@@ -1,4 +1,4 @@
-"""One run: two networks, their optimizers, and Fréchet distances as epochs go by."""
+"""One run: two networks, their optimizers, and Fréchet distances by epoch."""
 
 import time
 from collections.abc import Iterator, Sequence

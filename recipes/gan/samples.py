@@ -1,4 +1,4 @@
-"""Put saved pictures of several runs into one: a row per kind of GAN, a column per optimizer.
+"""Combine saved pictures of several runs: a row per kind of GAN, a column per optimizer.
 
 python -m recipes.gan.samples runs/short/samples docs/results/gan_samples.jpg
 """

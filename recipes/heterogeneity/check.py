@@ -1,4 +1,4 @@
-"""The statements of Table 2 and its section, held against the results.
+"""The statements of Table 2 and its section, compared with the results.
 
 The paper's statements compare accuracies of the best round, as its script does; ours, "not in the
 paper", those of the last round. All are means over the seeds. A cell with a missing run makes no
@@ -20,7 +20,7 @@ QUICK_ACCURACY = 90.0  # what shows that the preset `quick` works
 
 
 def check(results: Results) -> list[Check]:
-    """All statements about what there is."""
+    """Check all statements for which there are runs."""
     return [
         statement for cell, row in cells(results).items() for statement in check_cell(cell, row)
     ]
@@ -59,7 +59,7 @@ def check_cell(cell: Cell, row: dict[str, Summary]) -> Iterator[Check]:
 def check_above(
     cell: Cell, row: dict[str, Summary], name: str, others: list[str], column: str, claim: str
 ) -> Iterator[Check]:
-    """State that an algorithm beats all others by the mean of `column`, `best` or `last`."""
+    """Check that an algorithm beats all others by the mean of `column`, `best` or `last`."""
     if {name, *others} - set(row):
         return
     spreads = {algorithm: row[algorithm].spread(column) for algorithm in (name, *others)}

@@ -19,7 +19,9 @@ WIDTHS = [1.2, 1.2, 1.4, 1.2, 1.2, 2.0, 2.0]
 
 
 def draw(results: Results, path: Path) -> None:
-    """One line per algorithm, the mean over the seeds; dashed, SISA's accuracy in the paper."""
+    """Draw the mean over seeds of every algorithm, and SISA's accuracy in the paper as a dashed
+    line.
+    """
     from matplotlib.figure import Figure
 
     table = cells(results)

@@ -18,7 +18,7 @@ Table = dict[Cell, dict[str, Summary]]
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     table = cells(results)
     papers = {cell: row for cell, row in table.items() if cell in TABLE}
     parts = [
@@ -65,7 +65,7 @@ OVERVIEW = ("fedavg", "fedprox", "fednova", "scaffold", "sisa", "misa")
 
 
 def overview(results: Results, datasets: Sequence[str]) -> str:
-    """The table of the README: one label per client, last round, with costs and trials."""
+    """Return the README's table: one label per client, last round, with costs and trials."""
     table = {dataset: cells(results)[dataset, 1] for dataset in datasets}
     lines = [
         [DATASETS[dataset], *(bold(row, row[name], "last", OVERVIEW) for name in OVERVIEW)]
@@ -84,7 +84,7 @@ def overview(results: Results, datasets: Sequence[str]) -> str:
 
 
 def trial_counts() -> dict[Cell, dict[str, int]]:
-    """How many trials the settings of each algorithm in each cell were chosen from."""
+    """Return the number of trials that settings were chosen from, by cell and algorithm."""
     counts: dict[Cell, dict[str, int]] = {}
     for entry in tuning():
         cell = counts.setdefault((entry["dataset"], entry["labels"]), {})
@@ -93,7 +93,7 @@ def trial_counts() -> dict[Cell, dict[str, int]]:
 
 
 def single_seed_trials() -> str:
-    """Such as "415 of 647"."""
+    """Return the number of trials with one seed as text, such as "415 of 647"."""
     seeds: dict[str, set[int]] = {}
     names: list[str] = []
     for entry in tuning():
@@ -105,7 +105,7 @@ def single_seed_trials() -> str:
 
 
 def server_lr_remark() -> str:
-    """Say whether the rate of the server was tried at all."""
+    """Return a remark on baselines whose server learning rate was not tuned, or ""."""
     tried = {
         entry["algorithm"]
         for entry in tuning()
@@ -124,14 +124,14 @@ def server_lr_remark() -> str:
 def bold(
     row: dict[str, Summary], summary: Summary, column: str, among: Iterable[str] = ALGORITHMS
 ) -> str:
-    """Mean and deviation of a column, in bold if nothing else in the row has a larger mean."""
+    """Return mean and deviation of a column, in bold if it has the largest mean of the row."""
     spread = summary.spread(column)
     top = max(row[name].spread(column).mean for name in among if name in row)
     return f"**{spread}**" if spread.mean == top else f"{spread}"
 
 
 def at_equal_samples(row: dict[str, Summary], summary: Summary) -> str:
-    """Accuracy when so many samples have been used as FedAvg uses in all its rounds."""
+    """Return the accuracy after as many samples as FedAvg uses in all its rounds."""
     fedavg = row["fedavg"]
     if summary.samples_per_round <= fedavg.samples_per_round:
         return f"{summary.last} ({summary.runs[0]['settings']['rounds']})"
@@ -153,7 +153,7 @@ def rounds_needed(cell: Cell, name: str, summary: Summary) -> str:
 
 
 def cell_table(table: Table, entry: Any) -> str:
-    """A row per cell, a column per algorithm."""
+    """Return a table with a row per cell and a column per algorithm."""
     lines = []
     for cell, row in table.items():
         entries = (entry(cell, name, row[name]) if name in row else "" for name in ALGORITHMS)
@@ -162,7 +162,7 @@ def cell_table(table: Table, entry: Any) -> str:
 
 
 def costs(table: Table) -> str:
-    """By data set: the number of labels changes costs by rounding only."""
+    """Return settings and costs by data set; the number of labels hardly changes them."""
     lines = []
     for dataset, name, runs in by_dataset(table):
 
@@ -192,7 +192,7 @@ def describe(settings: dict[str, Any]) -> str:
 
 
 def by_dataset(table: Table) -> Iterable[tuple[str, str, list[dict[str, Any]]]]:
-    """The runs of each data set and algorithm, whatever the labels."""
+    """Yield the runs of each data set and algorithm, for all numbers of labels together."""
     for dataset in dict.fromkeys(cell[0] for cell in table):
         rows = [row for cell, row in table.items() if cell[0] == dataset]
         for name in ALGORITHMS:

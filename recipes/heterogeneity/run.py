@@ -1,4 +1,4 @@
-"""One run: the partition, the model, the algorithm, and the accuracy as rounds go by."""
+"""One run: the partition, the model, the algorithm, and the accuracy by round."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def load(name: str, folder: str, validation: bool, device: str) -> datasets.Data
 
 
 def algorithm(settings: Settings) -> federated.Algorithm:
-    """The algorithm of a run."""
+    """Return the algorithm of a run."""
     local = (
         federated.Epochs(settings.epochs, settings.batch_size)
         if settings.epochs
@@ -85,7 +85,7 @@ def require_data(settings: Sequence[Settings], *, device: str, data: str) -> Non
 
 
 def condense(log: dict[str, Any]) -> dict[str, Any]:
-    """Best and last accuracy, when the paper's was reached, the costs in all, a thinner curve."""
+    """Return best and last accuracy, when the paper's was reached, total costs, a thinned curve."""
     settings, rounds, accuracy = log["settings"], log["round"], log["accuracy"]
     best = max(range(len(rounds)), key=lambda i: accuracy[i])
     goal = target(settings["dataset"], settings["labels"])

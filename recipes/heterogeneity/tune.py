@@ -44,7 +44,7 @@ WORK = ("epochs", "batch_size", "rounds")  # fields of a `Choice`; the rest are 
 def trials(
     dataset: str, labels: int, algorithm: str, grid: Grid, config: Config, samples: int = 0
 ) -> dict[str, Settings]:
-    """All combinations of a grid, for every seed, by name; the rest is as in config.py."""
+    """Return all combinations of a grid for every seed, by name; the rest is as in config.py."""
     chosen, plan = CHOICES[dataset][algorithm], {}
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
@@ -65,7 +65,7 @@ def label(trial: Choice) -> str:
 
 
 def choose(trials: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
-    """The settings with the best accuracy, on average over the seeds.
+    """Return the settings with the best accuracy, on average over the seeds.
 
     Trials on part of the data count only where there are none on all of it.
     """
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         plan = dict(itertools.chain.from_iterable(plan.items() for plan in plans.values()))
         for run_settings in plan.values():
-            algorithm(run_settings)  # a wrong setting is found before anything runs
+            algorithm(run_settings)  # raises for a wrong setting, before anything runs
     except (TypeError, ValueError) as error:
         parser.error(f"--grid: {error}")
     runs = Runs(run, config, plan, args.out / "logs", options, {}, args.jobs)
@@ -142,7 +142,7 @@ def summarise(
     logs: Sequence[dict[str, Any] | None],
     by: str,
 ) -> dict[str, Any]:
-    """What was chosen, of how many trials, and what came of each, those of before included."""
+    """Return the chosen settings, the number of trials and all of them, earlier ones included."""
     trials = {json.dumps(trial["settings"]): trial for trial in old}
     for log in logs:
         assert log is not None

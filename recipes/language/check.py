@@ -1,4 +1,4 @@
-"""What is expected of the runs, held against them. A statement about missing runs is not made."""
+"""Expectations, compared with the runs; nothing is said about missing runs."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ QUICK_SHARE = 0.6  # of the loss of a guess, below which the preset `quick` must
 
 
 def check(results: Results) -> list[Check]:
-    """All statements about what there is."""
+    """Check all statements for which there are runs."""
     runs = list(results["runs"].values())
     if results["config"]["model"] != "gpt2":
         return list(check_learning(results, runs))
@@ -36,7 +36,7 @@ def check_learning(results: Results, runs: list[dict[str, Any]]) -> Iterator[Che
 
 
 def check_pilot(runs: list[dict[str, Any]]) -> Iterator[Check]:
-    """The pilot's losses are reached again."""
+    """Check that the pilot's losses are reached again."""
     for goal_run in reference.PILOT:
         matching = [run for run in runs if goal_run.matches(run["settings"])]
         if matching:
@@ -53,7 +53,7 @@ def check_pilot(runs: list[dict[str, Any]]) -> Iterator[Check]:
 
 
 def check_beside_muon(results: Results) -> Iterator[Check]:
-    """At equal tokens at or below Muon's loss, with its state, at most 1.3 x its time."""
+    """Check that loss, state and time are at most those allowed beside Muon's."""
     for (name, batches), trials in by_optimizer(results).items():
         chosen, against = best(trials), muon(results, batches)
         if name not in MUON_LIKE or batches > 1 or against is None or against["last"] is None:
@@ -83,7 +83,7 @@ def check_beside_muon(results: Results) -> Iterator[Check]:
 
 
 def same_machine(*runs: dict[str, Any]) -> bool:
-    """Times compare on one kind of GPU only."""
+    """Return True if the runs were on one kind of GPU, so that their times compare."""
     kinds = {run["hardware"]["gpu"] for run in runs}
     return len(kinds) == 1 and None not in kinds and all(run["optimizer_ms"] for run in runs)
 

@@ -1,4 +1,4 @@
-"""The presets and their runs: every trial of every optimizer is named here."""
+"""The presets and their runs; every trial of every optimizer is named here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Trial:
 
 
 def trial(name: str, batches: int = 1, label: str = "", tried: int = 1, **settings: Any) -> Trial:
-    """The defaults of an optimizer with some settings in their place, which make the label."""
+    """Return the defaults of an optimizer with some settings changed, which make the label."""
     return Trial(choose(name, **settings), label or name_of(name, settings), batches, tried)
 
 
@@ -42,7 +42,7 @@ def name_of(name: str, settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         model: one of `recipes.language.model.SIZES`.
@@ -126,7 +126,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on. For the fields see `Config` and `Trial`."""
+    """The settings of one run: everything that its result depends on; see `Config` and `Trial`."""
 
     label: str
     choice: Choice
@@ -153,12 +153,12 @@ class Settings:
 
 
 def label(trial: str, batches: int, seed: int) -> str:
-    """The name of a run."""
+    """Return the name of a run."""
     return f"{trial}_m{batches}_seed{seed}"
 
 
 def plan(config: Config) -> dict[str, Settings]:
-    """All runs by name."""
+    """Return all runs by name."""
     shared = shared_settings(config, Settings)
     runs = [
         Settings(label=trial.label, choice=trial.choice, batches=trial.batches, **shared)

@@ -1,4 +1,4 @@
-"""Validation loss against tokens: best trials, a panel per number of batches."""
+"""Validation loss over tokens: best trials, a panel per number of batches."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ EXTRA_STYLE = {"misa": {"alpha": 0.4, "zorder": 1}}  # below Muon's, which it ne
 
 
 def draw(results: Results, path: Path) -> None:
-    """The first losses are left out of the view."""
+    """Draw the best trials; the first losses are left out of the view."""
     from matplotlib.figure import Figure
 
     runs = by_optimizer(results)
@@ -52,7 +52,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Where there was a validation."""
+    """Return million tokens and losses of the validations."""
     points = zip(run["tokens"], run["val_loss"], strict=True)
     shown = [(tokens / 1e6, loss) for tokens, loss in points if loss is not None]
     return [x for x, _ in shown], [y for _, y in shown]

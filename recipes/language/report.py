@@ -13,7 +13,7 @@ __all__ = ["report"]
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     config = results["config"]
     runs = list(results["runs"].values())
     parameters = runs[0]["parameters"]
@@ -57,7 +57,7 @@ def best_trials(results: Results) -> str:
 
 
 def count_tried_settings(results: Results, runs: list[dict[str, Any]]) -> int:
-    """How many settings were tried for these runs, also outside of the preset."""
+    """Return the number of settings tried for these runs, also outside of the preset."""
     tried = {(t["label"], t["batches"]): t["tried"] for t in results["config"]["trials"]}
     labels = {(run["settings"]["label"], run["settings"]["batches"]) for run in runs}
     return sum(tried.get(key, 1) for key in labels)
@@ -79,7 +79,7 @@ def all_trials(results: Results) -> str:
 
 
 def describe(settings: dict[str, Any]) -> str:
-    """The options that are numbers or say yes, the schedule, and who takes the rest."""
+    """Return numerical options, switches, schedule and the optimizer of the rest as text."""
     choice = settings["choice"]
     words = []
     for name, value in choice["options"].items():

@@ -1,4 +1,4 @@
-"""One run: the model, the tokens, the optimizers, and the loss as steps go by."""
+"""One run: the model, the tokens, the optimizers, and the loss by step."""
 
 import contextlib
 import math

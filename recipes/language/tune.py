@@ -32,7 +32,7 @@ FIELDS = ("warm_up", "warm_down", "rest_lr")  # of a `Choice`; the rest are opti
 def trials(
     base: Choice, grid: Mapping[str, Sequence[Value]], config: Config, batches: int = 1
 ) -> dict[str, Settings]:
-    """All combinations of a grid, by name."""
+    """Return all combinations of a grid, by name."""
     trials = []
     for values in itertools.product(*grid.values()):
         point: dict[str, Any] = dict(zip(grid, values, strict=True))
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def summarise(
     logs: Mapping[str, dict[str, Any] | None], before: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The best, of how many trials, and what came of each, those `before` included."""
+    """Return the best trial, the number of trials and all of them, those `before` included."""
     new = {name: condense(log) for name, log in logs.items() if log is not None}
     done = {**before, **new}
     for name, trial in done.items():

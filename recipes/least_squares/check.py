@@ -1,4 +1,4 @@
-"""The paper's statements about the four panels, held against the curves."""
+"""The paper's statements about the four panels, compared with the curves."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ CLOSE = 0.02  # curves this close, relative to the gap at the start, follow the 
 
 
 def curves(results: Results, panel: str) -> dict[float, list[float]]:
-    """The gaps of a panel's runs, by the value that is varied."""
+    """Return the gaps of a panel's runs, by the value that is varied."""
     return {
         value: results["runs"][settings.name]["gap"]
         for value, settings in PANELS[panel].runs.items()
@@ -24,20 +24,20 @@ def curves(results: Results, panel: str) -> dict[float, list[float]]:
 
 
 def rises(gaps: Sequence[float]) -> list[float]:
-    """By how many decades the gap rises in each iteration; 0 where it falls."""
+    """Return the decades by which the gap rises in each iteration; 0 where it falls."""
     logs = [math.log10(max(gap, FLOOR)) for gap in gaps]
     return [max(0.0, after - before) for before, after in pairwise(logs)]
 
 
 def arrival(gaps: Sequence[float]) -> int | None:
-    """The first iteration from which the optimal value is reached for good; None if never."""
+    """Return the first iteration from which the optimum is reached for good, or None."""
     above = [iteration for iteration, gap in enumerate(gaps) if gap > REACHED]
     first = above[-1] + 1 if above else 0
     return first if first < len(gaps) else None
 
 
 def settling(gaps: Sequence[float]) -> int:
-    """The first iteration from which the gap stays where it ends."""
+    """Return the first iteration from which the gap stays where it ends."""
     end = gaps[-1]
     away = [i for i, gap in enumerate(gaps) if abs(gap - end) > SETTLED * end]
     return away[-1] + 1 if away else 0
@@ -48,7 +48,7 @@ def increasing(values: Sequence[float]) -> bool:
 
 
 def check(results: Results) -> list[Check]:
-    """All statements, panel by panel."""
+    """Check all statements, panel by panel."""
     sigma_checks = [c for panel in ("a", "b") for c in check_sigma(panel, curves(results, panel))]
     gamma_checks = [*check_gamma(curves(results, "c")), *check_k0(curves(results, "d"))]
     return [*sigma_checks, *gamma_checks]

@@ -1,4 +1,4 @@
-"""The four panels: how far the objective is above its minimum, against iterations."""
+"""The four panels: the objective's distance from its minimum over iterations."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ POWERS = dict(zip((4, 8, 16, 32, 64, 128), "²³⁴⁵⁶⁷", strict=True))
 
 
 def draw(results: Results, path: Path) -> None:
-    """Two rows of two; the axes are the same in all."""
+    """Draw two rows of two panels with the same axes."""
     from matplotlib.figure import Figure
 
     with figure_style("least_squares"):

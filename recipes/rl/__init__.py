@@ -12,7 +12,7 @@ __all__ = ["RECIPE"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options for a part of a preset."""
+    """Add options that choose a part of a preset."""
     several = {"action": "append", "help": "may be given several times; default: the preset's"}
     parser.add_argument("--task", choices=list(TASKS), **several)
     parser.add_argument(
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(config: Config, args: argparse.Namespace) -> Config:
-    """The preset with these options in place of its own."""
+    """Return the preset, changed by these options."""
     changes = {
         "tasks": tuple(dict.fromkeys(args.task or ())),
         "algorithm": args.algorithm,

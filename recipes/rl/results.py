@@ -1,4 +1,4 @@
-"""What is kept of a run, statements, picture and tables."""
+"""Results: condensed runs, statements, picture and tables."""
 
 import statistics
 from pathlib import Path
@@ -19,7 +19,7 @@ GROWTH = 2.0  # of the first reward, by which the preset `quick` shows that it l
 
 
 def condense(log: dict[str, Any]) -> Run:
-    """Final and best reward, speed, and the curves."""
+    """Return final and best reward, speed and the curves."""
     rewards = [value for value in log["reward"] if value is not None]
     facts = run_facts(log)
     return {
@@ -32,19 +32,19 @@ def condense(log: dict[str, Any]) -> Run:
 
 
 def by_task(results: Results) -> dict[tuple[str, str], dict[str, list[Run]]]:
-    """Runs by task and algorithm, and by optimizer."""
+    """Return runs by task and algorithm, and by optimizer."""
     return curves.group_runs(
         results, lambda run: (run["settings"]["task"], run["settings"]["algorithm"])
     )
 
 
 def finals(runs: list[Run]) -> list[float]:
-    """Of the runs that did not diverge."""
+    """Return the final rewards of the runs that did not diverge."""
     return [run["final"] for run in runs if run["final"] is not None]
 
 
 def check(results: Results) -> list[Check]:
-    """Hold the rewards against the paper: SISA's is above Adam's everywhere. Ask it of ours too.
+    """Compare the rewards with the paper, where SISA's is above Adam's; check ours likewise.
 
     Of the preset `quick` only that every optimizer learns.
     """
@@ -85,7 +85,7 @@ def panel_title(task: str, algorithm: str) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Reward against steps, a panel per task."""
+    """Draw reward over steps, a panel per task."""
     panels = [
         Panel(panel_title(*key), "reward", runs, "steps", "reward")
         for key, runs in by_task(results).items()
@@ -96,7 +96,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     episodes = results["config"]["episodes"]
     parts = [
         f"Rewards of {episodes} episodes, mean over the last {LAST} evaluations, then mean and "

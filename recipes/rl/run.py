@@ -1,4 +1,4 @@
-"""One run: an agent that learns, and its reward as steps go by."""
+"""One run: an agent that learns, and its reward by step."""
 
 import dataclasses
 import importlib.util

@@ -98,7 +98,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         tasks: in the order in which they are run.
@@ -154,7 +154,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on. For the fields see `Config` and `Task`."""
+    """The settings of one run: everything that its result depends on; see `Config` and `Task`."""
 
     layers: int
     choice: Choice

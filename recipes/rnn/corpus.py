@@ -1,4 +1,4 @@
-"""Text as numbers of words: Penn Treebank from its files, or Python's own documentation.
+"""Text as indices of words: Penn Treebank from its files, or Python's documentation.
 
 Penn Treebank is `ptb/ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt` in the data folder, plain
 or gzipped: one sentence per line, 10,000 different words. Python's documentation, which is
@@ -36,7 +36,7 @@ CHECKSUMS = {
 
 
 class Corpus(NamedTuple):
-    """Numbers of the words, int64, and how many different ones there are."""
+    """Indices of the words, int64, and the number of different words."""
 
     train: Tensor
     valid: Tensor
@@ -75,7 +75,7 @@ def read(path: Path) -> bytes:
 
 
 def verify(folder: str | None = None) -> None:
-    """Check that the files are there and whole.
+    """Check that the files are there and intact.
 
     Raises:
         FileNotFoundError: see `locate`.
@@ -116,7 +116,7 @@ def load(name: str, folder: str | None = None, limit: int = 0) -> Corpus:
 
 
 def documentation() -> list[list[str]]:
-    """The topics of Python's help, with its most frequent words; the last two tenths apart."""
+    """Return the topics of Python's help in three parts, with its most frequent words."""
     from pydoc_data.topics import topics
 
     words = " ".join(topics[name] for name in sorted(topics)).lower().split()
@@ -127,6 +127,6 @@ def documentation() -> list[list[str]]:
 
 
 def columns(stream: Tensor, count: int) -> Tensor:
-    """Cut a stream into so many parts, which become the columns; what is left over is dropped."""
+    """Cut a stream into `count` parts, which become the columns; the remainder is dropped."""
     length = len(stream) // count
     return stream[: length * count].view(count, length).t().contiguous()

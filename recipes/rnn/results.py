@@ -1,4 +1,4 @@
-"""What is kept of a run, statements, picture and tables."""
+"""Results: condensed runs, statements, picture and tables."""
 
 import statistics
 from pathlib import Path
@@ -45,7 +45,7 @@ CURVES = ("epoch", "perplexity", "valid_perplexity", "test_perplexity")
 
 
 def condense(log: dict[str, Any]) -> Run:
-    """Perplexities of the epoch with the best validation, seconds of an epoch, and the curves."""
+    """Return perplexities of the epoch with the best validation, its seconds and the curves."""
     numbers = [(value, at) for at, value in enumerate(log["valid_perplexity"]) if value is not None]
     valid, best = min(numbers, default=(None, 0))
     test = log["test_perplexity"][best]
@@ -61,13 +61,15 @@ def condense(log: dict[str, Any]) -> Run:
 
 
 def panels(results: Results) -> dict[tuple[int, int], dict[str, list[Run]]]:
-    """Runs by layers and epochs, and by optimizer."""
+    """Return runs by layers and epochs, and by optimizer."""
     return group_runs(results, lambda run: (run["settings"]["layers"], run["settings"]["epochs"]))
 
 
 def check(results: Results) -> list[Check]:
-    """Hold the perplexities against what the paper says of them: SISA's is the lowest. Of a part of
-    the text, that the models learn."""
+    """Compare the perplexities with the paper, where SISA's is the lowest.
+
+    On a part of the text, check that the models learn.
+    """
     if results["config"]["limit"]:
         return curves.check_column_falls(results, "perplexity", "training perplexity")
     checks = []
@@ -87,7 +89,7 @@ def count_layers(layers: int) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Training and validation perplexity, a row per number of layers and length."""
+    """Draw training and validation perplexity, a row per number of layers and length."""
     rows = []
     for (layers, epochs), runs in panels(results).items():
         head = f"{count_layers(layers)}, {epochs} epochs"
@@ -101,7 +103,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     parts = []
     for (layers, epochs), runs in panels(results).items():
         text = "Penn Treebank"

@@ -1,4 +1,4 @@
-"""One run: the model, the text, the optimizer, and perplexities as epochs go by."""
+"""One run: the model, the text, the optimizer, and perplexities by epoch."""
 
 import itertools
 import math

@@ -112,7 +112,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         dataset: "cifar10" or "imagenet".
@@ -180,7 +180,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on. For the fields see `Config` and `Task`."""
+    """The settings of one run: everything that its result depends on; see `Config` and `Task`."""
 
     dataset: str
     model: str

@@ -1,4 +1,4 @@
-"""Images on the device, shuffled and augmented there an epoch at a time."""
+"""Images on the device, shuffled and augmented there, an epoch at a time."""
 
 import functools
 from collections.abc import Iterator
@@ -44,12 +44,12 @@ class Images:
 
     @property
     def count(self) -> int:
-        """Training images."""
+        """Return the number of training images."""
         return len(self.train)
 
     @property
     def classes(self) -> int:
-        """Different labels."""
+        """Return the number of labels."""
         return 10
 
     def batches(

@@ -32,7 +32,7 @@ INSTRUCTIONS = (
 
 
 def locate(folder: str | None = None) -> Path:
-    """Return where the images are.
+    """Return the folder of the images.
 
     Raises:
         FileNotFoundError: they are not there; says where it looked and what is expected.
@@ -49,7 +49,7 @@ def locate(folder: str | None = None) -> Path:
 
 
 class Files(Dataset[tuple[Tensor, int]]):
-    """Images of a part, decoded and cropped to a square.
+    """The images of a part, decoded and cropped to a square.
 
     Args:
         paths: of the images.
@@ -81,7 +81,7 @@ class Files(Dataset[tuple[Tensor, int]]):
 
 
 def middle(size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The middle 7/8 of the shorter side, as a box."""
+    """Return the middle 7/8 of the shorter side, as a box."""
     width, height = size
     side = min(size) * 0.875
     left, top = (width - side) / 2, (height - side) / 2
@@ -89,7 +89,7 @@ def middle(size: tuple[int, int]) -> tuple[float, float, float, float]:
 
 
 def random_box(size: tuple[int, int], source: random.Random) -> tuple[float, float, float, float]:
-    """A box of 8 to 100 % of the area, with an aspect ratio of 3/4 to 4/3."""
+    """Return a box of 8 to 100 % of the area, with an aspect ratio of 3/4 to 4/3."""
     width, height = size
     for _ in range(10):
         area = width * height * source.uniform(0.08, 1.0)
@@ -103,7 +103,7 @@ def random_box(size: tuple[int, int], source: random.Random) -> tuple[float, flo
 
 @dataclass(frozen=True, eq=False)
 class Folders:
-    """ImageNet, read while it is used.
+    """ImageNet, read from its folders during training.
 
     Attributes:
         name: "imagenet".
@@ -127,7 +127,7 @@ class Folders:
 
     @property
     def count(self) -> int:
-        """Training images."""
+        """Return the number of training images."""
         return len(self.train[0])
 
     def batches(

@@ -1,4 +1,4 @@
-"""What is kept of a run, statements, picture and tables."""
+"""Results: condensed runs, statements, picture and tables."""
 
 import statistics
 from pathlib import Path
@@ -29,7 +29,7 @@ ENOUGH = 91.0  # percent for SISA on VGG-11 at the paper's length, where the pap
 
 
 def condense(log: dict[str, Any]) -> Run:
-    """Last and best test accuracy in percent, seconds of an epoch, and the curves."""
+    """Return last and best test accuracy in percent, the seconds of an epoch and the curves."""
     return {
         **run_facts(log),
         "last": round(100 * log["test_accuracy"][-1], 2),
@@ -41,13 +41,15 @@ def condense(log: dict[str, Any]) -> Run:
 
 
 def panels(results: Results) -> dict[tuple[str, int], dict[str, list[Run]]]:
-    """Runs by model and epochs, and by optimizer."""
+    """Return runs by model and epochs, and by optimizer."""
     return group_runs(results, lambda run: (run["settings"]["model"], run["settings"]["epochs"]))
 
 
 def check(results: Results) -> list[Check]:
-    """Hold the accuracies against what the paper says of them; of a part of the data, that the
-    models learn."""
+    """Compare the accuracies with the paper's.
+
+    On a part of the data, check that the models learn.
+    """
     if results["config"]["limit"]:
         return curves.check_column_falls(results, "loss", "training loss")
     checks = []
@@ -72,7 +74,7 @@ def check(results: Results) -> list[Check]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Training loss and test accuracy, a row per model and length."""
+    """Draw training loss and test accuracy, a row per model and length."""
     rows = [
         [
             Panel(f"{MODELS[model]}, {epochs} epochs", "training loss", runs, "epoch", "loss"),
@@ -87,7 +89,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     parts = []
     for (model, epochs), runs in panels(results).items():
         data = "digits" if next(iter(runs.values()))[0]["digits"] else "CIFAR-10"

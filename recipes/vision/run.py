@@ -1,4 +1,4 @@
-"""One run: the model, the images, the optimizer, and loss and accuracy as epochs go by."""
+"""One run: the model, the images, the optimizer, and loss and accuracy by epoch."""
 
 import time
 from collections.abc import Iterator, Sequence

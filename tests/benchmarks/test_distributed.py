@@ -18,7 +18,7 @@ from benchmarks.distributed.scaling import Accelerator, Network
 from benchmarks.distributed.training import REFERENCE, ROWS
 from benchmarks.shapes import MODELS, parameters
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ATTACHED = "torchpisa SISA, attach"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS, FEDERATED = EXAMPLES / "digits.py", EXAMPLES / "federated.py"
 both = pytest.mark.parametrize("demo", [DIGITS, FEDERATED], ids=lambda path: path.stem)
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import calibration
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SAVED = json.loads((RESULTS / "calibration.json").read_text())
 
 

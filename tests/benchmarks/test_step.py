@@ -42,7 +42,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     def run(*own: list[Row], options: tuple[object, ...] = ("--no-peers",)) -> dict[str, Any]:
-        monkeypatch.setattr(rows, "OWN", list(own))
+        monkeypatch.setattr(rows, "TORCHPISA_ROWS", list(own))
         path = tmp_path / "tiny.json"
         common = ("--device", "cpu", "--model", "tiny", "--repeats", 3, "--threads", 1)
         step.main([str(word) for word in (*common, "--save", path, *options)])
@@ -136,14 +136,14 @@ def test_numbers_fit_together(measure: Measure) -> None:
 
 
 def test_settings_of_our_rows_exist() -> None:
-    for row in (row for members in rows.OWN for row in members):
+    for row in (row for members in rows.TORCHPISA_ROWS for row in members):
         own = signature(getattr(torchpisa, row.optimizer)).parameters
         legal = {*own, *torchpisa.optim.Common.__annotations__}
         assert set(row.settings) <= legal, row.name
 
 
 def test_bytes_that_must_move() -> None:
-    moved = {row.name: row.moved for members in rows.OWN for row in members}
+    moved = {row.name: row.moved for members in rows.TORCHPISA_ROWS for row in members}
     for label in ("fused", "foreach", "defaults"):
         assert moved[f"torchpisa SISA, {label}"] == rows.ADAMW_BYTES == 28
     assert moved["torchpisa SISA, fused, m=4"] == (24 + 28 + 28 + 28 + 12) / 4

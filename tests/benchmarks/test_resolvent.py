@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks import resolvent
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def test_errors_are_those_of_an_svd():
