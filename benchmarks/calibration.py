@@ -1,4 +1,4 @@
-"""SISA with what `calibrate` gives, beside a random search over sigma and rho, on four tasks.
+"""SISA with the settings of `calibrate`, beside a random search over sigma and rho, on four tasks.
 
     python -m benchmarks.calibration --data DIR --out docs/results/calibration.json
     python -m benchmarks.calibration --show docs/results/calibration.json
@@ -36,7 +36,7 @@ Run = dict[str, Any]
 
 
 def random_settings(trial: int) -> dict[str, float]:
-    """sigma and rho of a trial of the search."""
+    """Return sigma and rho of a trial of the search."""
     drawn = random.Random(0)
     points = [(10 ** drawn.uniform(*SIGMA), 10 ** drawn.uniform(*RHO)) for _ in range(trial + 1)]
     return dict(zip(("sigma", "rho"), points[-1], strict=True))
@@ -79,7 +79,7 @@ def train(
 
 
 def plan(explore: bool, tasks: list[str]) -> list[tuple[Any, ...]]:
-    """The runs that need no result of others."""
+    """Return the runs that do not depend on the results of others."""
     jobs: list[tuple[Any, ...]] = []
     for task in tasks:
         if explore:
@@ -95,26 +95,28 @@ def plan(explore: bool, tasks: list[str]) -> list[tuple[Any, ...]]:
 
 
 def best_of(runs: list[Run], task: str) -> Run:
-    """The best run of the search, on the validation data of its only seed."""
+    """Return the best run of the search, by the validation data of its only seed."""
     searched = [run for run in runs if run["task"] == task and run["kind"] == "search"]
     first = [run for run in searched if run["seed"] == 0]
     return max(first, key=lambda run: run["better"] * run["validation"])
 
 
 def rows(runs: list[Run]) -> list[Run]:
-    """By task and scale: the search's best setting and the calibrated one, means over seeds."""
-    found = []
+    """Return the best searched and the calibrated setting by task and scale, means over seeds."""
+    table_rows = []
     for task in dict.fromkeys(run["task"] for run in runs):
-        own = [run for run in runs if run["task"] == task]
+        of_task = [run for run in runs if run["task"] == task]
         best = best_of(runs, task)
-        repeated = [run for run in own if run["kind"] == "search" and run["used"] == best["used"]]
+        searched = [run for run in of_task if run["kind"] == "search"]
+        repeated = [run for run in searched if run["used"] == best["used"]]
         reference = statistics.mean(run["validation"] for run in repeated)
+        calibrated = [run for run in of_task if run["kind"] == "calibrated"]
         for scale in SCALES:
-            same = [run for run in own if run["kind"] == "calibrated" and run["scale"] == scale]
-            value = statistics.mean(run["validation"] for run in same)
+            of_scale = [run for run in calibrated if run["scale"] == scale]
+            value = statistics.mean(run["validation"] for run in of_scale)
             behind = best["better"] * (reference - value)
             points = best["better"] > 0
-            found.append(
+            table_rows.append(
                 {
                     "task": task,
                     "metric": best["metric"],
@@ -123,16 +125,16 @@ def rows(runs: list[Run]) -> list[Run]:
                     "search_best_run": best["validation"],
                     "search_used": best["used"],
                     "calibrated": value,
-                    "used": same[0]["used"],
+                    "used": of_scale[0]["used"],
                     "behind": behind if points else behind / reference,
                     "holds": behind <= 1 if points else behind <= 0.02 * reference,
                 }
             )
-    return found
+    return table_rows
 
 
 def table(runs: list[Run]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = [
         "| task | loss x | best of the search (sigma, rho) | calibrated (sigma, rho) | behind by |",
         "|---|---|---|---|---|",
@@ -152,21 +154,22 @@ def table(runs: list[Run]) -> str:
 
 
 def explored(runs: list[Run]) -> str:
-    """Means over seeds by choice and task, as Markdown."""
+    """Return means over seeds by choice and task, as Markdown."""
     tasks = list(dict.fromkeys(run["task"] for run in runs))
     lines = [f"| lr | momentum | {' | '.join(tasks)} |", "|---" * (2 + len(tasks)) + "|"]
     choices = sorted({tuple(run["settings"].values()) for run in runs})
     for choice in choices:
         cells = []
         for task in tasks:
-            own = [r for r in runs if r["task"] == task and tuple(r["settings"].values()) == choice]
-            cells.append(f"{statistics.mean(run['validation'] for run in own):.3f}")
+            of_task = [run for run in runs if run["task"] == task]
+            scores = [r["validation"] for r in of_task if tuple(r["settings"].values()) == choice]
+            cells.append(f"{statistics.mean(scores):.3f}")
         lines.append(f"| {choice[0]:g} | {choice[1]:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def markdown(saved: dict[str, Any]) -> str:
-    """The table of a saved file, and what it was measured with."""
+    """Return the table of a saved file, and what it was measured with."""
     if saved["explore"]:
         return explored(saved["runs"]) + "\n"
     versions = ", ".join(f"{name} {version}" for name, version in saved["versions"].items())

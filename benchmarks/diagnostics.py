@@ -1,4 +1,4 @@
-"""What `Diagnostics` costs: `opt.step()` of SISA with and without it.
+"""The cost of `Diagnostics`: `opt.step()` of SISA with and without it.
 
     python -m benchmarks diagnostics --device cpu --save docs/results/diagnostics_cpu.json
 
@@ -27,7 +27,7 @@ from benchmarks.step import rounded
 from benchmarks.stopwatch import Problem
 from torchpisa import SISA
 from torchpisa.diagnostics import Diagnostics, measure
-from torchpisa.diagnostics.sample import Layout
+from torchpisa.diagnostics.sampling import SampleLayout
 
 __all__ = ["main"]
 
@@ -51,58 +51,57 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "lr": LR,
     }
-    found = [row(problem, batches, every, args.repeats) for batches in args.batches]
     return {
         "config": config,
         "hardware": environment.hardware(args.device),
         "versions": environment.versions(),
-        "rows": found,
+        "rows": [row(problem, batches, every, args.repeats) for batches in args.batches],
     }
 
 
 def row(problem: Problem, batches: int, every: int, repeats: int) -> dict[str, Any]:
-    """Times of a step with and without, and of a measurement."""
+    """Return the times of a step with and without Diagnostics, and of a measurement."""
     opt = SISA(problem.params, lr=LR, batches=batches)
     problem.restore()
     times: dict[bool, list[float]] = {False: [], True: []}
     with Diagnostics(opt, every=every) as watch:
-        watching = opt._observers
+        watching = opt.observers
         timed(opt.step, every * batches, problem)
         for _ in range(repeats):
             for watched in times:
-                opt._observers = watching if watched else ()
+                opt.observers = watching if watched else ()
                 times[watched].append(timed(opt.step, every * batches, problem))
             assert watch.latest["iteration"] == opt.iteration, "no row was measured"
     problem.check()
     without, with_it = times[False], times[True]
-    ms, own = statistics.median(without), alone(opt, problem)
+    ms, measurement_ms = statistics.median(without), measurement_ms_alone(opt, problem)
     return {
         "batches": batches,
         "without_ms": rounded(ms),
         "with_ms": rounded(statistics.median(with_it)),
         "ratio": rounded(statistics.median(with_it) / ms),
-        "measurement_ms": rounded(own),
-        "measurement_share": rounded(own / (every * batches * ms)),
+        "measurement_ms": rounded(measurement_ms),
+        "measurement_share": rounded(measurement_ms / (every * batches * ms)),
         "without_samples_ms": [rounded(sample) for sample in without],
         "with_samples_ms": [rounded(sample) for sample in with_it],
     }
 
 
 @torch.no_grad()
-def alone(opt: SISA, problem: Problem) -> float:
-    """Milliseconds of what a row takes: a snapshot before the round, and the rest after it."""
-    layout = Layout(opt)
+def measurement_ms_alone(opt: SISA, problem: Problem) -> float:
+    """Return the milliseconds of a row: a snapshot before the round and the rest after it."""
+    layout = SampleLayout(opt)
 
     def once() -> None:
-        before = measure.take(opt, layout)
-        layout.fits(opt)
-        measure.measure(opt, before, measure.take(opt, layout))
+        before = measure.take_snapshot(opt, layout)
+        layout.matches(opt)
+        measure.measure(opt, before, measure.take_snapshot(opt, layout))
 
     return timed(once, ALONE, problem)
 
 
 def timed(work: Callable[[], object], times: int, problem: Problem) -> float:
-    """Milliseconds per call, from the first one to the end of the last one's work."""
+    """Return milliseconds per call, from the first call to the end of the last one's work."""
     clock = time.process_time if problem.device.type == "cpu" else time.perf_counter
     problem.wait()
     start = clock()
@@ -113,7 +112,7 @@ def timed(work: Callable[[], object], times: int, problem: Problem) -> float:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Results as Markdown."""
+    """Return the results as Markdown."""
     lines = [
         "| | step | with a row every | ratio | a measurement alone | of the steps between rows |",
         "|---|---|---|---|---|---|",
@@ -122,14 +121,14 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         config, hardware = result["config"], result["hardware"]
         where = hardware["gpu"] or f"CPU, {config['threads']} thread(s)"
         model = f"{config['model']}, {config['parameters']:,} parameters"
-        for own in result["rows"]:
+        for row in result["rows"]:
             cells = [
-                f"{model}, m = {own['batches']}, {where}",
-                f"{own['without_ms']:.3g} ms",
-                f"{config['every']} rounds: {own['with_ms']:.3g} ms",
-                f"{own['ratio']:.3f}",
-                f"{own['measurement_ms']:.2g} ms",
-                f"{100 * own['measurement_share']:.2g} %",
+                f"{model}, m = {row['batches']}, {where}",
+                f"{row['without_ms']:.3g} ms",
+                f"{config['every']} rounds: {row['with_ms']:.3g} ms",
+                f"{row['ratio']:.3f}",
+                f"{row['measurement_ms']:.2g} ms",
+                f"{100 * row['measurement_share']:.2g} %",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

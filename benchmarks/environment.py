@@ -1,4 +1,4 @@
-"""What a result depends on besides its script: versions and hardware."""
+"""Versions and hardware, which a result depends on besides its script."""
 
 import os
 import platform
@@ -13,30 +13,30 @@ __all__ = ["device_name", "hardware", "versions"]
 
 
 def versions(*others: str) -> dict[str, str]:
-    """Versions of Python, torch, torchpisa and triton, and of `others` where they are there."""
-    found = {
+    """Return the versions of Python, torch, torchpisa, triton and `others`, if installed."""
+    installed = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchpisa": torchpisa.__version__,
     }
     for name in ("triton", *others):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # a source folder on the path has no metadata
             if name in sys.modules:
-                found[name] = getattr(sys.modules[name], "__version__", "unknown")
-    return found
+                installed[name] = getattr(sys.modules[name], "__version__", "unknown")
+    return installed
 
 
 def hardware(device: str) -> dict[str, str | int | None]:
-    """GPU (None on a CPU), CPU and the cores that this process may use."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Return GPU (None on a CPU), CPU and the number of cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu = device_name(device) if device.startswith("cuda") else None
-    return {"gpu": gpu, "cpu": device_name("cpu"), "cores": own}
+    return {"gpu": gpu, "cpu": device_name("cpu"), "cores": cores}
 
 
 def device_name(device: str) -> str:
-    """Name of the GPU or CPU that `device` is."""
+    """Return the name of a GPU or CPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     try:

@@ -29,7 +29,7 @@ Clients = list[tuple[Tensor, Tensor]]
 
 
 def seconds(device: str, work: Callable[[], None], rounds: int) -> float:
-    """Of so many rounds, after three that are not counted."""
+    """Return the seconds of some rounds, after three that are not counted."""
     for _ in range(3):
         work()
     synchronize(device)
@@ -46,7 +46,7 @@ def synchronize(device: str) -> None:
 
 
 def loop(clients: Clients, device: str) -> Callable[[], None]:
-    """A round of an ordinary loop: the optimizer, a gradient of each client in turn."""
+    """Run a round of an ordinary loop: the optimizer, with a gradient of each client in turn."""
     model = network(device)
     sizes = [len(y) for _, y in clients]
     weights = [n / sum(sizes) for n in sizes]
@@ -69,8 +69,8 @@ def network(device: str) -> torch.nn.Module:
 
 
 def measure(data: str | None, device: str, rounds: int) -> dict[str, Any]:
-    found = datasets.load("mnist", data, hold_out=False).to(device)
-    x, y = found.train
+    dataset = datasets.load("mnist", data, hold_out=False).to(device)
+    x, y = dataset.train
     parts = by_label(y, clients=10, labels_per_client=1)
     clients = [(x[part], y[part]) for part in (indices.to(device) for indices in parts.indices)]
 
@@ -85,7 +85,7 @@ def measure(data: str | None, device: str, rounds: int) -> dict[str, Any]:
         "hardware": environment.hardware(device),
         "rounds": rounds,
         "sisa_seconds": seconds(device, sisa.round, rounds),
-        "sisa_accuracy": accuracy(*found.test)(sisa.model)["accuracy"],
+        "sisa_accuracy": accuracy(*dataset.test)(sisa.model)["accuracy"],
         "loop_seconds_per_round": seconds(device, loop(clients, device), few) / few,
         "fedavg_seconds_per_round": seconds(
             device, simulation(FedAvg(lr=0.01, local=local)).round, few

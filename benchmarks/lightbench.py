@@ -71,7 +71,7 @@ Line = dict[str, Any]
 
 
 class OnCPU(TorchFunctionMode):
-    """Put on the CPU what LightBench puts on a GPU by name."""
+    """A context that puts on the CPU what LightBench puts on a GPU by name."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -86,7 +86,7 @@ class OnCPU(TorchFunctionMode):
 
 @dataclass
 class Problem:
-    """What a module of LightBench hands to its search."""
+    """The problem that a module of LightBench passes to its search."""
 
     model: nn.Module
     data: Callable[[], tuple[Any, Any]] | None
@@ -137,13 +137,13 @@ def difficulties(name: str) -> list[str]:
 def load(name: str, difficulty: str, seed: int) -> Problem:
     """Return a problem."""
     utils, module = import_utils(), import_problem(name)
-    found: list[Problem] = []
+    captured: list[Problem] = []
 
     def capture(
         model: nn.Module, data: Any, loss_fn: Any, win_condition: Any, *_: Any, **options: Any
     ) -> None:
         dtype = utils._resolve_dtype(options.get("dtype"))
-        found.append(Problem(model.to(dtype=dtype), data, loss_fn, win_condition))
+        captured.append(Problem(model.to(dtype=dtype), data, loss_fn, win_condition))
 
     vars(module)["trial"] = capture
     options = inspect.signature(module.main).parameters
@@ -160,7 +160,7 @@ def load(name: str, difficulty: str, seed: int) -> Problem:
     torch.manual_seed(seed)
     with OnCPU():
         module.main(**{key: value for key, value in arguments.items() if key in options})
-    return found[0]
+    return captured[0]
 
 
 def solve(problem: Problem, optimizer: str, factor: float, steps: int, seed: int) -> int | None:
@@ -210,8 +210,8 @@ def climb(item: tuple[str, str, int], steps: int = STEPS) -> Line:
             except Exception as problem_found:  # of one task; the others go on
                 error = f"{type(problem_found).__name__}: {problem_found}"
             failed = step is None
-            found = {"difficulty": difficulty, "factor": None if failed else factor, "step": step}
-            tries.append({**found, "error": error} if error else found)
+            attempt = {"difficulty": difficulty, "factor": None if failed else factor, "step": step}
+            tries.append({**attempt, "error": error} if error else attempt)
     return {
         "benchmark": name,
         "optimizer": optimizer,
@@ -290,15 +290,15 @@ def main(arguments: list[str]) -> None:
     for name in ("seeds", "steps", "jobs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be >= 1, got {getattr(args, name)}")
-    found = {
+    saved = {
         (line["benchmark"], line["optimizer"], line["seed"]): line
         for line in pool.read_lines(args.runs)
     }
     if args.action == "report":
-        if not found:
+        if not saved:
             parser.error(f"--runs must be a file with runs, got {args.runs}")
         args.results.mkdir(parents=True, exist_ok=True)
-        lines = list(found.values())
+        lines = list(saved.values())
         text = "[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n"
         (args.results / "lightbench.json").write_text(text)
         (args.results / "lightbench.md").write_text(page(lines))
@@ -316,9 +316,9 @@ def main(arguments: list[str]) -> None:
     todo = [
         item
         for item in items
-        if item not in found
-        or found[item]["settings"] != current_settings(item[1])
-        or found[item]["steps"] != args.steps
+        if item not in saved
+        or saved[item]["settings"] != current_settings(item[1])
+        or saved[item]["steps"] != args.steps
     ]
     print(f"{len(todo)} of {len(items)} runs to do, {args.jobs} at a time")
     work = partial(climb, steps=args.steps)

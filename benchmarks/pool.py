@@ -1,4 +1,4 @@
-"""Do many things in processes of one thread each, and keep what comes of each as a JSON line."""
+"""Work in processes of one thread each, with one JSON line per result."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def append_lines(
     limit_seconds: float = math.inf,
     describe: Callable[[Line], str] = str,
 ) -> int:
-    """Work on items, append a line for each to a file; return how many were left undone.
+    """Work on items, append a line for each to a file, and return how many were left undone.
 
     Args:
         work: makes a line from an item, in another process.

@@ -28,19 +28,19 @@ DRAWS = 4  # of which a mean is taken: a single error may happen to be small
 
 
 def spectra(n: int) -> list[Tensor]:
-    """Condition numbers, two deficient ranks, and one value that stands out."""
-    found = [torch.logspace(0, -math.log10(c), n, dtype=torch.float64) for c in CONDITIONS]
+    """Return spectra of several condition numbers, of deficient rank, and with an outlier."""
+    values = [torch.logspace(0, -math.log10(c), n, dtype=torch.float64) for c in CONDITIONS]
     for rank in (n - 1, n // 2):
-        found.append(torch.linspace(1, 0.5, n, dtype=torch.float64))
-        found[-1][rank:] = 0
+        values.append(torch.linspace(1, 0.5, n, dtype=torch.float64))
+        values[-1][rank:] = 0
     for rest in (1e-2, 1e-4, 1e-6):
-        found.append(torch.full((n,), rest, dtype=torch.float64))
-        found[-1][0] = 1
-    return found
+        values.append(torch.full((n,), rest, dtype=torch.float64))
+        values[-1][0] = 1
+    return values
 
 
 def errors(device: str) -> list[dict[str, Any]]:
-    """By tau: the largest error of each way, and the largest ratio to that of the SVD."""
+    """Return by tau the largest error of each method, and the largest ratio to that of the SVD."""
     torch.manual_seed(0)
     rows = []
     for tau in TAUS:
@@ -51,13 +51,13 @@ def errors(device: str) -> list[dict[str, Any]]:
                 u, v = (torch.linalg.qr(torch.randn(DRAWS, i, n).double())[0] for i in (n, k))
                 r = ((u * s) @ v.mT).float().to(device)
                 exact = by_svd(r.double(), tau, 1.0)
-                found = {
+                by_method = {
                     name: float((way(r, tau, 1.0).double() - exact).norm() / exact.norm())
                     for name, way in WAYS.items()
                 }
-                for name, error in found.items():
+                for name, error in by_method.items():
                     worst[name] = max(worst[name], error)
-                    ratio[name] = max(ratio[name], error / found["svd"])
+                    ratio[name] = max(ratio[name], error / by_method["svd"])
         rows.append({"tau": tau, "error": worst, "ratio": ratio})
     return rows
 

@@ -1,4 +1,4 @@
-"""The optimizers whose step is timed: ours, torch's, and how one is made."""
+"""The optimizers whose step is timed: ours, torch's, and how they are built."""
 
 import warnings
 from collections.abc import Callable
@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-__all__ = ["ADAMW_BYTES", "LR", "OWN", "REFERENCES", "Named", "Row", "find_class", "plain"]
+__all__ = [
+    "ADAMW_BYTES",
+    "LR",
+    "REFERENCES",
+    "TORCHPISA_ROWS",
+    "Named",
+    "Row",
+    "find_class",
+    "plain",
+]
 
 Named = list[tuple[str, Parameter]]
 
@@ -49,42 +58,42 @@ class Row:
     moved: float | None = None
     compiles: bool = False
     note: str = ""
-    make: "Callable[[Row, Named, bool], torch.optim.Optimizer]" = lambda *given: plain(*given)
+    make: "Callable[[Row, Named, bool], torch.optim.Optimizer]" = lambda *args: plain(*args)
 
     @property
     def name(self) -> str:
-        """Such as `torchpisa SISA, fused`."""
+        """Return a name such as `torchpisa SISA, fused`."""
         library = self.library.removesuffix(".optim")
         return f"{library} {self.optimizer}" + (f", {self.label}" if self.label else "")
 
     @property
     def matrices_only(self) -> bool:
-        """Whether embeddings and vectors are left out."""
+        """Return True if embeddings and vectors are left out."""
         return self.kinds != EVERYTHING
 
 
 class AbsentError(Exception):
-    """The library is not installed, or has no such optimizer of its own."""
+    """A library that is not installed, or has no such optimizer of its own."""
 
 
 def find_class(row: Row) -> Any:
-    """The optimizer's class; AbsentError says why there is none."""
+    """Return the optimizer's class, or raise AbsentError with the reason."""
     try:
         module = import_module(row.library)
     except ModuleNotFoundError as error:
         if error.name != row.library:
             raise
         raise AbsentError(f"{row.library} is not installed") from None
-    found = getattr(module, row.optimizer, None)
-    if found is None:
+    cls = getattr(module, row.optimizer, None)
+    if cls is None:
         raise AbsentError(f"{row.library} has no {row.optimizer}")
-    if found.__module__.startswith("torch.") and row.library != "torch.optim":
+    if cls.__module__.startswith("torch.") and row.library != "torch.optim":
         raise AbsentError(f"{row.library}.{row.optimizer} is torch.optim's")
-    return found
+    return cls
 
 
 def plain(row: Row, named: Named, compiled: bool = True) -> torch.optim.Optimizer:
-    """An optimizer of parameters, lr and settings."""
+    """Build an optimizer from parameters, lr and settings."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"lr=\S+ is relative here")  # it is meant to be tiny
         optimizer: torch.optim.Optimizer = find_class(row)(
@@ -94,7 +103,7 @@ def plain(row: Row, named: Named, compiled: bool = True) -> torch.optim.Optimize
 
 
 def _sisa_bytes(batches: int = 1, state: int = 4) -> float:
-    """Mean over a round of what a step reads and writes per float32 parameter.
+    """Return the bytes that a step moves per float32 parameter, as a mean over a round.
 
     Always read g, dual and moment, write dual and moment. With one batch, read and write w. With
     several, write their sum, and read it but for the first; the last then reads it again for w.
@@ -124,7 +133,7 @@ REFERENCES = [
 ]
 
 # In sets that fit into memory together.
-OWN = [
+TORCHPISA_ROWS = [
     [
         _sisa("fused", _FUSED, _sisa_bytes()),
         _sisa("foreach", _FOREACH, _sisa_bytes()),

@@ -1,4 +1,4 @@
-"""How tight may a server's screen be? Honest clients must pass, a liar must not matter.
+"""Limits of a server's screen: honest clients must pass, a liar must not matter.
 
     python -m benchmarks.screen --out docs/results/screen.json
     python -m benchmarks.screen --show docs/results/screen.json
@@ -34,10 +34,10 @@ from benchmarks import environment
 from torchpisa.data import Parts, permutation
 from torchpisa.federated import MISA, SISA, FedAvg, FullGradient, Scaffold, accuracy
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, add
-from torchpisa.federated.client import local_round
+from torchpisa.federated.clients.local_round import local_round
+from torchpisa.federated.clients.objective import Objective
 from torchpisa.federated.flower.ledger import Ledger
-from torchpisa.federated.flower.screen import Screen, scale, sizes
-from torchpisa.federated.objective import Objective
+from torchpisa.federated.flower.screen import Screen, norms, weight_scale
 from torchpisa.federated.partition import by_label, by_quantity, dirichlet, iid
 
 CLIENTS, ROUNDS, LIAR, LATE = 10, 30, 1, 15
@@ -61,7 +61,7 @@ LIES = ("-10 x, every round", "900 x, once")
 
 @lru_cache
 def digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Training and test data: every fifth image is for the test."""
+    """Return training and test data; every fifth image is for the test."""
     bunch = load_digits()
     inputs = torch.tensor(bunch.data, dtype=torch.float32) / 16
     targets = torch.tensor(bunch.target)
@@ -70,13 +70,13 @@ def digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 
 
 def lie(story: str, iteration: int, update: Message) -> Message:
-    """What the liar sends instead."""
+    """Return what the liar sends instead of its update."""
     factor = {"-10 x, every round": -10.0, "900 x, once": 900.0 if iteration == 10 else 1.0}[story]
     return Message(tree_map(lambda tensor: factor * tensor, update.tensors), update.numbers)
 
 
 def run(spread: str, name: str, story: str, measure: str, limit: float) -> dict[str, Any]:
-    """One training."""
+    """Run one training."""
     torch.set_num_threads(1)
     (inputs, targets), test = digits()
     data = [(inputs[part], targets[part]) for part in SPREADS[spread](targets).indices]
@@ -104,11 +104,11 @@ def run(spread: str, name: str, story: str, measure: str, limit: float) -> dict[
             updates[client] = update, memory
             known = ledger.sums.get(str(client), {}) if measure == "standing" else {}
             steps = torch.tensor(float(work.gradients))
-            seen[client] = sizes(algorithm.standing(server, update, known, steps))
+            seen[client] = norms(algorithm.standing(server, update, known, steps))
         total, share = None, 0.0
         for client, (update, memory) in updates.items():
             asked += client != LIAR or story in HONEST
-            if screen.complaint(seen[client], list(seen.values()), scale(server)):
+            if screen.complaint(seen[client], list(seen.values()), weight_scale(server)):
                 rejected += client != LIAR or story in HONEST
                 continue
             ledger.add(str(client), algorithm.contribution(update))
@@ -133,15 +133,15 @@ def run(spread: str, name: str, story: str, measure: str, limit: float) -> dict[
 
 
 def present(story: str, iteration: int) -> list[int]:
-    """Who takes part in a round."""
+    """Return the clients of a round."""
     if story != "half and a newcomer":
         return list(range(CLIENTS))
-    here = CLIENTS if iteration >= LATE else CLIENTS - 1
-    return sorted(permutation(here, "screen", iteration)[: CLIENTS // 2].tolist())
+    joined = CLIENTS if iteration >= LATE else CLIENTS - 1
+    return sorted(permutation(joined, "screen", iteration)[: CLIENTS // 2].tolist())
 
 
 def show(result: dict[str, Any]) -> str:
-    """The table in docs/flower.md."""
+    """Return the table in docs/flower.md."""
     runs = result["runs"]
     lines = [
         "| largest | honest updates rejected | of the change alone | "
@@ -161,14 +161,14 @@ def show(result: dict[str, Any]) -> str:
             rates.append(f"{100 * part / sum(r['honest_updates'] for r in honest):.2f} %")
         cells = []
         for story, name in product(LIES, ("SISA", "FedAvg")):
-            found = [
+            rejected = [
                 r["accuracy"]
                 for spread in ("iid", "one label", "dirichlet 0.3")
                 for r in runs
                 if (r["spread"], r["algorithm"], r["story"], r["measure"], r["largest"])
                 == (spread, name, story, "standing", limit)
             ]
-            cells.append(" / ".join(f"{x:.1f}" for x in found))
+            cells.append(" / ".join(f"{x:.1f}" for x in rejected))
         lines.append(f"| {limit:g} | {' | '.join(rates)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Shapes of the parameters of known models: a step of an optimizer needs no more of a model."""
+"""Shapes of the parameters of known models, which is all that a step of an optimizer needs."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -9,7 +9,7 @@ __all__ = ["MODELS", "Shape", "parameters"]
 
 
 class Shape(NamedTuple):
-    """One parameter. A kernel is a convolution's; a matrix is hidden, neither first nor last."""
+    """The shape of one parameter; a matrix is a hidden one, a kernel is a convolution's."""
 
     name: str
     size: tuple[int, ...]
@@ -17,12 +17,12 @@ class Shape(NamedTuple):
 
 
 def parameters(shapes: list[Shape]) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(prod(shape.size) for shape in shapes)
 
 
 def gpt2(width: int, layers: int, vocabulary: int = 50257, positions: int = 1024) -> list[Shape]:
-    """GPT-2 with the names of transformers; matrices as nn.Linear has them, (out, in).
+    """Return GPT-2's shapes, with the names of transformers and matrices as (out, in).
 
     Query, key and value are one matrix; the embedding is the output layer too and counts once.
     """
@@ -41,7 +41,7 @@ def gpt2(width: int, layers: int, vocabulary: int = 50257, positions: int = 1024
 
 
 def resnet34() -> list[Shape]:
-    """ResNet-34 for ImageNet."""
+    """Return the shapes of ResNet-34 for ImageNet."""
     shapes = [Shape("conv1.weight", (64, 3, 7, 7), "kernel"), *_norm("bn1", 64)]
     channels = 64
     for stage, (width, blocks) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)], start=1):
@@ -60,7 +60,7 @@ def resnet34() -> list[Shape]:
 
 
 def lstm() -> list[Shape]:
-    """Three-layer LSTM for Penn Treebank.
+    """Return the shapes of a three-layer LSTM for Penn Treebank.
 
     The paper takes the setup of AdaBelief, which is AWD-LSTM's: 10,000 words, an embedding of 400
     that is the output layer too, hidden layers of 1,150, 1,150 and 400. Four gates are one matrix.

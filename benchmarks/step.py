@@ -68,19 +68,19 @@ def run(args: argparse.Namespace, sets: list[list[Row]]) -> dict[str, Any]:
 
 
 def prepare(entry: Entry, problem: Problem, cap_s: float) -> None:
-    """Warm up, and say so."""
+    """Warm up a row, and print the time it took or why it failed."""
     print(f"{entry.name}: ", end="", flush=True)
     entry.prepare(problem, cap_s)
     print(entry.error or f"warm after {entry.facts['warmup_s']} s", flush=True)
 
 
 def beside(reference: Row, members: Sequence[Row]) -> bool:
-    """Whether a reference is measured beside some rows: Muon if they take matrices only."""
+    """Return True if a reference is measured beside some rows: Muon if they take matrices only."""
     return not reference.matrices_only or not members or any(row.matrices_only for row in members)
 
 
 def header(args: argparse.Namespace, problem: Problem) -> dict[str, Any]:
-    """Configuration and hardware."""
+    """Return configuration and hardware."""
     config = {
         "model": args.model,
         "parameters": parameters(problem.shapes),
@@ -98,7 +98,7 @@ def header(args: argparse.Namespace, problem: Problem) -> dict[str, Any]:
 
 
 def describe(entry: Entry, medians: dict[str, float], copy: Entry) -> dict[str, Any]:
-    """A row of the result, with its ratios to medians of the same time."""
+    """Return a row of the result, with its ratios to medians of the same time."""
     row, facts = entry.row, entry.facts
     assert row is not None
     about = {
@@ -142,7 +142,7 @@ def describe(entry: Entry, medians: dict[str, float], copy: Entry) -> dict[str, 
 
 
 def interquartile_range(samples: list[float]) -> float:
-    """Between the quartiles; 0 of one sample."""
+    """Return the distance between the quartiles; 0 for one sample."""
     if len(samples) < 2:
         return 0.0
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -150,12 +150,12 @@ def interquartile_range(samples: list[float]) -> float:
 
 
 def rounded(value: float) -> float:
-    """Five digits: more than the spread leaves."""
+    """Round to five digits, more than the spread leaves."""
     return float(f"{value:.5g}")
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as plain text."""
+    """Return the result as plain text."""
     lines = [COLUMNS]
     for row in result["rows"]:
         if row["error"] is not None:
@@ -223,8 +223,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def select(only: list[str] | None, with_peers: bool) -> list[list[Row]]:
-    """The rows besides the references, in sets that are measured together."""
-    sets = [*rows.OWN, *([row] for row in peers.PEERS if with_peers)]
+    """Return the rows besides the references, in sets that are measured together."""
+    sets = [*rows.TORCHPISA_ROWS, *([row] for row in peers.PEERS if with_peers)]
     if only is None:
         return sets
     names = [name.lower() for name in only]

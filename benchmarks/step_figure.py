@@ -23,7 +23,7 @@ Result = dict[str, Any]
 
 
 def markdown(results: list[Result], picture: str) -> str:
-    """Tables of the results of one device: a column per model."""
+    """Return tables of the results of one device, with a column per model."""
     first = results[0]
     config, hardware, versions = first["config"], first["hardware"], first["versions"]
     speeds = ", ".join(f"{r['config']['model']} {r['copy_gb_per_s']:,.0f}" for r in results)
@@ -38,7 +38,7 @@ def markdown(results: list[Result], picture: str) -> str:
         f"All parameters: milliseconds per step, and in brackets the ratio to {ADAMW}.",
         times(results, everything, ADAMW),
     ]
-    moving = [n for n in everything if any(r.get("copy_share") for r in found(results, n))]
+    moving = [n for n in everything if any(r.get("copy_share") for r in rows_named(results, n))]
     parts += [
         "Bytes that the step must read and write, in % of what a copy moves in that time.",
         grid(results, moving, lambda row: f"{100 * row['copy_share']:.0f}"),
@@ -56,23 +56,23 @@ def markdown(results: list[Result], picture: str) -> str:
 
 
 def measured(results: list[Result]) -> list[str]:
-    """Names of the rows that have a time for some model, in the order of the results."""
+    """Return the names of the rows that have a time for some model, in the order of the results."""
     rows = [row for result in results for row in result["rows"]]
     return list(dict.fromkeys(row["name"] for row in rows if row["error"] is None))
 
 
-def found(results: Iterable[Result], name: str) -> list[dict[str, Any]]:
-    """The rows with a name."""
+def rows_named(results: Iterable[Result], name: str) -> list[dict[str, Any]]:
+    """Return the rows with a name."""
     return [row for result in results for row in result["rows"] if row["name"] == name]
 
 
 def matrices_only(results: list[Result], name: str) -> bool:
-    """Whether a row leaves embeddings and vectors out."""
-    return "vector" not in found(results, name)[0]["kinds"]
+    """Return True if a row leaves embeddings and vectors out."""
+    return "vector" not in rows_named(results, name)[0]["kinds"]
 
 
 def times(results: list[Result], of: list[str], reference: str) -> str:
-    """Times with ratios, and what does not depend on the device much: memory."""
+    """Return tables of times with ratios, and of memory, which hardly depends on the device."""
 
     def cell(row: dict[str, Any]) -> str:
         ratio = row["ratios"].get(reference)
@@ -81,7 +81,7 @@ def times(results: list[Result], of: list[str], reference: str) -> str:
     def extent(key: str) -> dict[str, str]:
         cells = {}
         for name in of:
-            values = [row[key] for row in found(results, name) if row["error"] is None]
+            values = [row[key] for row in rows_named(results, name) if row["error"] is None]
             ends = (min(values), max(values)) if values else ()
             cells[name] = " to ".join(dict.fromkeys(f"{end:.1f}" for end in ends)) or "–"
         return cells
@@ -99,14 +99,14 @@ def grid(
     cell: Any,
     more: dict[str, dict[str, str]] | None = None,
 ) -> str:
-    """A Markdown table: rows by name, a column per model, and `more` columns."""
+    """Return a Markdown table: rows by name, a column per model, and `more` columns."""
     more = more or {}
     heads = ["", *(result["config"]["model"] for result in results), *more]
     lines = [f"| {' | '.join(heads)} |", "|---" + "|--:" * (len(heads) - 1) + "|"]
     for name in of:
         cells = []
         for result in results:
-            rows = [row for row in found([result], name) if row["error"] is None]
+            rows = [row for row in rows_named([result], name) if row["error"] is None]
             cells.append(cell(rows[0]) if rows else "–")
         cells += [column[name] for column in more.values()]
         shown = f"**{name}**" if name.startswith("torchpisa") else name
@@ -115,7 +115,7 @@ def grid(
 
 
 def notes(results: list[Result]) -> list[str]:
-    """A list of what failed or needs saying, each thing once."""
+    """Return a list of what failed or needs a remark, each thing once."""
     said: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for row in result["rows"]:
@@ -130,7 +130,7 @@ def notes(results: list[Result]) -> list[str]:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Bars from 1, the time of AdamW fused: to the left is faster. One panel per model."""
+    """Draw bars from 1, the time of AdamW fused; to the left is faster. One panel per model."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -157,12 +157,12 @@ def draw(results: list[Result], path: Path) -> None:
 
 
 def panel(axes: Any, result: Result, shown: list[str]) -> None:
-    """The bars of one model; a row without a time is left empty."""
+    """Draw the bars of one model; a row without a time is left empty."""
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log")
     for place, name in enumerate(shown):
-        rows = [row for row in found([result], name) if ADAMW in row.get("ratios", ())]
+        rows = [row for row in rows_named([result], name) if ADAMW in row.get("ratios", ())]
         if not rows:
             continue
         ratio = rows[0]["ratios"][ADAMW]
@@ -199,11 +199,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     results.sort(key=lambda result: order.index(result["config"]["model"]))
     texts = []
     for device in ("cuda", "cpu"):
-        own = [result for result in results if result["config"]["device"] == device]
-        if own:
+        of_device = [result for result in results if result["config"]["device"] == device]
+        if of_device:
             picture = folder / f"step_{device}.svg"
-            draw(own, picture)
-            texts.append(markdown(own, f"results/{picture.name}"))
+            draw(of_device, picture)
+            texts.append(markdown(of_device, f"results/{picture.name}"))
             print(picture)
     (folder / "step.md").write_text("\n".join(texts), encoding="utf-8")
     print(folder / "step.md")

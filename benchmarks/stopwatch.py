@@ -1,4 +1,4 @@
-"""Time and memory of steps: parameters that all optimizers share, runs of back-to-back steps."""
+"""Time and memory of steps: common parameters for all optimizers, runs of back-to-back steps."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ MIN_SAMPLES = 5  # ... and this many samples
 
 
 class Problem:
-    """The parameters of a model with gradients: random, and the same for every optimizer."""
+    """The parameters of a model with random gradients, the same for every optimizer."""
 
     def __init__(self, model: str, device: str, seed: int) -> None:
         self.device = torch.device(device)
@@ -43,12 +43,12 @@ class Problem:
         self.restore()
 
     def named(self, kinds: tuple[str, ...]) -> Named:
-        """The parameters of some kinds, with their names."""
+        """Return the parameters of some kinds, with their names."""
         pairs = zip(self.shapes, self.params, strict=True)
         return [(shape.name, param) for shape, param in pairs if shape.kind in kinds]
 
     def restore(self) -> None:
-        """Undo what a step, or the half of one, did to gradients and to the parameters' views."""
+        """Undo what a step, or half of one, did to gradients and to the parameters' views."""
         torch._foreach_copy_(self._given, self._grads)
         for param, data, grad in zip(self.params, self._data, self._given, strict=True):
             if param.shape != data.shape or param.data_ptr() != data.data_ptr():
@@ -65,13 +65,13 @@ class Problem:
             raise FloatingPointError("the parameters did not stay finite")
 
     def wait(self) -> None:
-        """Until the device has done its work."""
+        """Wait until the device has done its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 class Copy:
-    """One plain copy, timed like a step: what it moves in a second bounds elementwise steps."""
+    """A plain copy, timed like a step: its bandwidth bounds elementwise steps."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.source = torch.ones(size, dtype=torch.uint8, device=device)
@@ -83,7 +83,7 @@ class Copy:
 
 
 class CapReachedError(BaseException):
-    """Not an Exception, which libraries catch."""
+    """The end of a row at its time limit; not an Exception, which libraries catch."""
 
 
 class Entry:
@@ -121,7 +121,7 @@ class Entry:
         self.facts["warmup_s"] = round(time.perf_counter() - start, 2)
 
     def _attempt(self, problem: Problem, cap_s: float, compiled: bool) -> str | None:
-        """Why it failed, as a string: an exception would keep the memory of its frames alive."""
+        """Return why it failed, as a string: an exception would keep its frames' memory alive."""
         try:
             with cap(cap_s), quiet():
                 self._warm_up(problem, compiled)
@@ -149,13 +149,13 @@ class Entry:
         self.facts["state_bytes"] = state_bytes(self.optimizer, problem.params)
 
     def choose_steps(self, problem: Problem) -> None:
-        """On a GPU enough steps for a run, so that the host runs ahead as it does in training."""
+        """Choose enough steps for a run on a GPU, so that the host runs ahead as in training."""
         if problem.device.type == "cuda":
             once = timed(self.optimizer, self.period, problem) / 1e3 * self.period
             self.steps = self.period * math.ceil(RUN_S / once)
 
     def sample(self, problem: Problem) -> float:
-        """Milliseconds of a step, the mean of one run."""
+        """Return the milliseconds of a step, the mean of one run."""
         problem.restore()
         ms = timed(self.optimizer, self.steps, problem)
         problem.check()
@@ -177,7 +177,7 @@ class Entry:
 
 
 def timed(optimizer: Any, steps: int, problem: Problem) -> float:
-    """Milliseconds per step of a run, from the first call to the end of the last one's work."""
+    """Return milliseconds per step, from the first call to the end of the last one's work."""
     problem.wait()
     start = time.perf_counter()
     for _ in range(steps):
@@ -187,7 +187,7 @@ def timed(optimizer: Any, steps: int, problem: Problem) -> float:
 
 
 def round_robin(entries: list[Entry], repeats: int, problem: Problem) -> dict[str, float]:
-    """Sample all in turn, again and again, so that a change of the clock meets everybody.
+    """Sample all rows in turn, repeatedly, so that changes of the clock affect all of them.
 
     Returns the medians of this time; the samples are added to the entries'.
     """
@@ -214,7 +214,7 @@ def round_robin(entries: list[Entry], repeats: int, problem: Problem) -> dict[st
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, params: list[Parameter]) -> int:
-    """Bytes of the tensors in an optimizer's state, however deep they lie in it."""
+    """Return the bytes of the tensors in an optimizer's state, however deeply nested."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
 
@@ -241,7 +241,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, params: list[Parameter]) -> in
 
 
 def temporary_bytes(optimizer: Any, period: int, problem: Problem) -> int:
-    """Most that warm steps allocate on top of what is there before them."""
+    """Return the most that warm steps allocate on top of what is there before them."""
     if problem.device.type == "cuda":
         problem.wait()
         torch.cuda.reset_peak_memory_stats(problem.device)
@@ -291,7 +291,7 @@ def cap(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what compilers and profilers write to stderr; errors still raise."""
+    """Silence what compilers and profilers write to stderr; errors still raise."""
     sys.stderr.flush()
     saved = os.dup(2)
     with open(os.devnull, "w") as nowhere:
@@ -305,7 +305,7 @@ def quiet() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """One line; an absent library needs no name of an error."""
+    """Return an error in one line; for an absent library without the name of the error."""
     lines = str(error).strip().splitlines()
     first = lines[0] if lines else ""
     return first if isinstance(error, AbsentError) else f"{type(error).__name__}: {first}"

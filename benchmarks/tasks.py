@@ -67,7 +67,7 @@ def _classification(
 
 
 def load_digits_split() -> dict[str, tuple[Tensor, Tensor]]:
-    """scikit-learn's 8x8 digits, shuffled once: 1,000 to train, 297 to validate, 500 to test."""
+    """Return scikit-learn's digits, shuffled once: 1,000 to train, 297 to validate, 500 to test."""
     images, labels = datasets.digits()
     x, y = torch.tensor(images, dtype=torch.float32).flatten(1) / 16, torch.tensor(labels).long()
     cuts = {"train": slice(0, 1000), "validation": slice(1000, 1297), "test": slice(1297, None)}

@@ -34,7 +34,7 @@ LABELS = {
 
 
 def parts_by_name(labels: torch.Tensor) -> dict[str, Parts]:
-    """How the training data is divided."""
+    """Return the divisions of the training data by name."""
     sorted_parts = {
         name: Parts.from_indices(
             [torch.isin(labels, torch.tensor(group)).nonzero().flatten() for group in groups]
@@ -45,7 +45,7 @@ def parts_by_name(labels: torch.Tensor) -> dict[str, Parts]:
 
 
 def train(sigma: float, rho: float) -> list[dict[str, Any]]:
-    """All divisions and seeds for one sigma and rho."""
+    """Train all divisions and seeds with one sigma and rho."""
     torch.set_num_threads(1)
     task = digits_mlp(Path(), torch.device("cpu"))
     x, y = load_digits_split()["train"]
@@ -69,7 +69,7 @@ def train(sigma: float, rho: float) -> list[dict[str, Any]]:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Validation accuracy and training loss as Markdown, means over seeds."""
+    """Return validation accuracy and training loss as Markdown, means over seeds."""
     names = list(dict.fromkeys(run["parts"] for run in runs))
     rows = [f"| sigma | rho | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
     for sigma, rho in GRID:

@@ -20,6 +20,7 @@ import torch
 
 from recipes import datasets
 from recipes.datasets import data_folder
+from recipes.execution import Runs, print_line, rounded
 from recipes.gan import RECIPE as GAN
 from recipes.heterogeneity import RECIPE as HETEROGENEITY
 from recipes.language import RECIPE as LANGUAGE
@@ -28,9 +29,8 @@ from recipes.recipe import Recipe, Results
 from recipes.rl import RECIPE as RL
 from recipes.rnn import RECIPE as RNN
 from recipes.vision import RECIPE as VISION
-from recipes.work import Runs, compact, say
 
-__all__ = ["RECIPES", "add_resources", "carry_out", "main", "resources"]
+__all__ = ["RECIPES", "add_resource_options", "main", "read_resource_options", "run_recipe"]
 
 RECIPES = {
     "least_squares": LEAST_SQUARES,
@@ -43,7 +43,7 @@ RECIPES = {
 }
 
 
-def carry_out(
+def run_recipe(
     recipe: Recipe,
     config: Any,
     folder: Path,
@@ -52,40 +52,47 @@ def carry_out(
     jobs: int = 1,
     only: Sequence[str] = (),
     time_limit: float | None = None,
-    board: bool = False,
+    tensorboard: bool = False,
     train: bool = True,
 ) -> Results:
-    """Do the runs that are not in the logs in `folder`, and check them all.
+    """Do the runs that are not in the logs yet, check all, and return the results.
 
     Args:
-        recipe: whose runs.
-        config: a preset of the recipe, or like one.
-        folder: of the logs.
-        options: those that the recipe takes, by name.
+        recipe: the recipe.
+        config: a preset of the recipe, or a changed one.
+        folder: the folder of the logs.
+        options: values of the recipe's options by name.
         jobs: processes that do runs at the same time.
-        only: patterns; where there are any, no run is started that matches none of them. What the
-            logs have of the others counts all the same.
-        time_limit: seconds after which no run is started and those that are going on stop.
-        train: False does no runs at all: the results are those of the logs.
-        board: write TensorBoard's files too, to the folder `tensorboard` beside `folder`.
+        only: patterns of the runs to start; all if there are none. Finished runs of other names
+            count all the same.
+        time_limit: seconds after which no run is started and those under way stop.
+        train: False starts no runs: the results are those of the logs.
+        tensorboard: write TensorBoard's files too, to the folder `tensorboard` beside `folder`.
     """
-    depends = recipe.depends(config)
-    deadline = None if time_limit is None else time.time() + time_limit
     runs = Runs(
-        *(recipe.run, config, recipe.plan(config), folder, dict(options or {}), depends, jobs),
-        *(recipe.length, deadline, folder.parent / "tensorboard" if board else None),
-        *(recipe.packages,),
+        run=recipe.run,
+        config=config,
+        plan=recipe.plan(config),
+        folder=folder,
+        options=dict(options or {}),
+        run_key=recipe.run_key(config),
+        jobs=jobs,
+        length=recipe.length,
+        deadline=None if time_limit is None else time.time() + time_limit,
+        tensorboard=folder.parent / "tensorboard" if tensorboard else None,
+        packages=recipe.packages,
     )
     chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
     if not train:
         chosen = []
     for name in list(chosen):
-        reason = recipe.lacks(runs.plan[name])
+        reason = recipe.missing_requirement(runs.plan[name])
         if reason is not None and runs.log(name) is None:
-            say(f"{name}: left out, {reason}")
+            print_line(f"{name}: left out, {reason}")
             chosen.remove(name)
-    recipe.ready([runs.plan[name] for name in chosen if runs.log(name) is None], **runs.options)
-    runs.do(chosen)
+    to_do = [runs.plan[name] for name in chosen if runs.log(name) is None]
+    recipe.require_data(to_do, **runs.options)
+    runs.run_missing(chosen)
     shared = json.loads(json.dumps(dataclasses.asdict(config)))
     results: Results = {"config": shared, "checks": [], "runs": {}, "missing": []}
     for name in runs.plan:
@@ -95,23 +102,23 @@ def carry_out(
             continue
         del run["config"]
         condensed = recipe.condense(run)
-        results["runs"][name] = {key: compact(value) for key, value in condensed.items()}
-    if complete(recipe, results):
+        results["runs"][name] = {key: rounded(value) for key, value in condensed.items()}
+    if has_enough_runs(recipe, results):
         results["checks"] = [dataclasses.asdict(check) for check in recipe.check(results)]
     return results
 
 
-def complete(recipe: Recipe, results: Results) -> bool:
-    """Whether there is enough to check and draw."""
+def has_enough_runs(recipe: Recipe, results: Results) -> bool:
+    """Return True if there are enough runs to check and draw."""
     return bool(results["runs"]) if recipe.partial else not results.get("missing")
 
 
-def conclude(recipe: Recipe, results: Results, path: Path) -> None:
-    """Print the checks, draw, report; end with an error if the paper's statements do not hold."""
+def report_results(recipe: Recipe, results: Results, path: Path) -> None:
+    """Print the checks, draw and report; exit with an error if a statement does not hold."""
     missing = len(results.get("missing", []))
     if missing:
         print(f"{missing} of {missing + len(results['runs'])} runs are still to be done")
-    if not complete(recipe, results):
+    if not has_enough_runs(recipe, results):
         return
     checks = recipe.check(results)
     for check in checks:
@@ -129,32 +136,32 @@ def conclude(recipe: Recipe, results: Results, path: Path) -> None:
         sys.exit(f"{failed} of {len(checks)} statements do not hold")
 
 
-def add_resources(parser: argparse.ArgumentParser, takes: Sequence[str]) -> None:
-    """Options about where runs are done."""
-    if "device" in takes:
+def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence[str]) -> None:
+    """Add options about devices, folders and processes."""
+    if "device" in option_names:
         best = "cuda" if torch.cuda.is_available() else "cpu"
         parser.add_argument("--device", default=best, help="default here: %(default)s")
-    if "data" in takes:
+    if "data" in option_names:
         parser.add_argument(
             "--data", type=Path, help="folder; default: TORCHPISA_DATA, or else data"
         )
-    if "compile" in takes:
+    if "compile" in option_names:
         parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    if "checkpoints" in takes:
+    if "checkpoints" in option_names:
         parser.add_argument(
             "--checkpoints", type=Path, help="folder to save unfinished runs in; default: none"
         )
-    if "samples" in takes:
+    if "samples" in option_names:
         parser.add_argument("--samples", type=Path, help="folder for pictures; default: none")
-    if "inception" in takes:
+    if "inception" in option_names:
         parser.add_argument(
             "--inception", type=Path, help="file of its weights; default: the preset's network"
         )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; default 1")
 
 
-def seconds(word: str) -> float:
-    """A time limit, which must be positive."""
+def positive_seconds(word: str) -> float:
+    """Parse a time limit, which must be positive."""
     try:
         value = float(word)
     except ValueError:
@@ -164,19 +171,19 @@ def seconds(word: str) -> float:
     return value
 
 
-def resources(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, takes: Sequence[str]
+def read_resource_options(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, option_names: Sequence[str]
 ) -> dict[str, Any]:
-    """What `add_resources` got, checked, as the keyword arguments of a run."""
+    """Return the checked values of `add_resource_options`, as keyword arguments of a run."""
     if args.jobs < 1:
         parser.error(f"--jobs must be >= 1, got {args.jobs}")
-    options = {name: getattr(args, name) for name in takes}
+    options = {name: getattr(args, name) for name in option_names}
     if "data" in options:
         options["data"] = str(data_folder(options["data"]))
     return options
 
 
-def arguments(name: str, recipe: Recipe) -> argparse.ArgumentParser:
+def make_parser(name: str, recipe: Recipe) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"python -m recipes {name}", description=recipe.title)
     presets = list(recipe.presets)
     parser.add_argument("--preset", choices=presets, default=presets[0])
@@ -185,11 +192,11 @@ def arguments(name: str, recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="do runs so named only"
     )
-    recipe.arguments(parser)
-    add_resources(parser, recipe.takes)
+    recipe.add_arguments(parser)
+    add_resource_options(parser, recipe.options)
     parser.add_argument(
         "--time-limit",
-        type=seconds,
+        type=positive_seconds,
         metavar="SECONDS",
         help="start no run after this; those under way stop at their next line",
     )
@@ -215,12 +222,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         width = max(map(len, RECIPES))
         listing = "\n".join(f"  {key:{width}}  {recipe.title}" for key, recipe in RECIPES.items())
         print(f"usage: python -m recipes NAME ...\n\n{listing}")
-        asked = name in ("", "-h", "--help")
-        sys.exit(0 if asked else f"\nNAME must be one of these, got {name!r}")
+        wants_list = name in ("", "-h", "--help")
+        sys.exit(0 if wants_list else f"\nNAME must be one of these, got {name!r}")
     recipe = RECIPES[name]
-    parser = arguments(name, recipe)
+    parser = make_parser(name, recipe)
     args = parser.parse_args(words)
-    options = resources(parser, args, recipe.takes)
+    options = read_resource_options(parser, args, recipe.options)
     if args.seed is not None and args.seed < 0:
         parser.error(f"--seed must be >= 0, got {args.seed}")
     if args.show and not args.show.is_file():
@@ -230,40 +237,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = dataclasses.replace(config, seed=args.seed)
     try:
         config = recipe.configure(config, args)
-    except ValueError as wrong:
-        parser.error(str(wrong))
+    except ValueError as error:
+        parser.error(str(error))
     plan, folder = recipe.plan(config), args.out or Path("runs") / args.preset
     for pattern in args.only:
         if not any(fnmatch(run, pattern) for run in plan):
             parser.error(f"--only must match a run (--list names them), got {pattern!r}")
     if args.list:
-        runs = Runs(recipe.run, config, plan, folder / name, depends=recipe.depends(config))
+        runs = Runs(recipe.run, config, plan, folder / name, run_key=recipe.run_key(config))
         for run in plan:
             print(f"{'done' if runs.log(run) else 'to do'}  {run}")
         return
-    # Before the runs, not after them.
+    # Checked before the runs, which may take hours.
     if not args.runs_only and importlib.util.find_spec("matplotlib") is None:
         sys.exit("The pictures need matplotlib: pip install 'torchpisa[demo]'")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         sys.exit("--tensorboard needs tensorboard: pip install 'torchpisa[recipes]'")
     if args.show:
-        conclude(recipe, json.loads(args.show.read_text(encoding="utf-8")), args.show)
+        report_results(recipe, json.loads(args.show.read_text(encoding="utf-8")), args.show)
         return
     try:
-        done = carry_out(
-            *(recipe, config, folder / name),
-            **{"options": options, "jobs": args.jobs, "only": args.only},
-            **{"time_limit": args.time_limit, "board": args.tensorboard},
+        done = run_recipe(
+            recipe,
+            config,
+            folder / name,
+            options=options,
+            jobs=args.jobs,
+            only=args.only,
+            time_limit=args.time_limit,
+            tensorboard=args.tensorboard,
             train=not args.no_runs,
         )
-    except (FileNotFoundError, datasets.CorruptFileError) as wrong:
-        sys.exit(str(wrong))
+    except (FileNotFoundError, datasets.CorruptFileError) as error:
+        sys.exit(str(error))
     results = {"recipe": name, "preset": args.preset, **done}
     path = folder / f"{name}.json"
     path.write_text(json.dumps(results) + "\n", encoding="utf-8")
     print(path)
     if not args.runs_only:
-        conclude(recipe, results, path)
+        report_results(recipe, results, path)
 
 
 if __name__ == "__main__":

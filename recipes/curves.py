@@ -1,26 +1,38 @@
-"""Curves of several optimizers: means over seeds, tables, and panels as in the paper's figures."""
+"""Curves of several optimizers: means over seeds, and panels as in the paper's figures."""
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.grid import short
+from recipes.grid import format_value
 from recipes.optimizers import TITLES
 from recipes.recipe import Check, Results
-from recipes.style import COLOURS, INK, look
+from recipes.style import COLOURS, INK, figure_style
+from recipes.tables import checks_table, provenance
 
-__all__ = ["Panel", "Run", "describe", "draw", "group", "learns", "made_with", "markdown"]
-__all__ += ["mean_sd", "title"]
+__all__ = [
+    "Panel",
+    "Run",
+    "check_column_falls",
+    "compose_report",
+    "describe_settings",
+    "display_name",
+    "draw",
+    "epoch_costs",
+    "group_runs",
+    "mean_or_inf",
+    "run_facts",
+]
 
 Run = dict[str, Any]
-"""What is saved of a run."""
+"""The saved results of one run."""
 
-FAR = 5.0  # times the usual median: a curve there is one of a training that failed
-LINES: list[Any] = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
-SUFFIXES = {
+OUTLIER_FACTOR = 5.0  # times the usual median: a curve there is one of a training that failed
+LINE_STYLES: list[Any] = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
+VARIANT_NAMES = {
     "sisa_steps": "SISA, published steps",
     "sisa_defaults": "SISA, defaults",
     "sisa_lr": "SISA, Adam's rate",
@@ -51,65 +63,67 @@ class Panel:
     log: bool = False
 
 
-def title(label: str) -> str:
-    """The name of an optimizer's runs in tables and pictures."""
-    return SUFFIXES.get(label) or TITLES.get(label, label)
+def display_name(label: str) -> str:
+    """Return the name of an optimizer's runs in tables and pictures."""
+    return VARIANT_NAMES.get(label) or TITLES.get(label, label)
 
 
-def group(results: Results, by: Callable[[Run], Any]) -> dict[Any, dict[str, list[Run]]]:
-    """Runs by a key and by optimizer, in the order of the plan."""
-    found: dict[Any, dict[str, list[Run]]] = {}
+def group_runs(results: Results, by: Callable[[Run], Any]) -> dict[Any, dict[str, list[Run]]]:
+    """Return runs by a key and by optimizer, in the order of the plan."""
+    groups: dict[Any, dict[str, list[Run]]] = {}
     for run in results["runs"].values():
         label = run["settings"]["choice"]["label"]
-        found.setdefault(by(run), {}).setdefault(label, []).append(run)
-    return found
+        groups.setdefault(by(run), {}).setdefault(label, []).append(run)
+    return groups
 
 
-def mean_sd(values: Iterable[float], digits: int = 2) -> str:
-    """Mean and standard deviation as text; the mean alone of one value, a dash of none."""
-    some = list(values)
-    if not some:
-        return "-"
-    mean = f"{statistics.fmean(some):.{digits}f}"
-    return f"{mean} ± {statistics.stdev(some):.{digits}f}" if len(some) > 1 else mean
+def mean_or_inf(runs: Sequence[Run], column: str) -> float:
+    """Return the mean of a number over runs; infinite if one of them has none."""
+    values = [run[column] for run in runs]
+    return math.inf if None in values else statistics.fmean(values)
 
 
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A table."""
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+def run_facts(log: dict[str, Any]) -> Run:
+    """Return what every recipe saves of a run: settings, versions, hardware, seconds, diverged."""
+    facts = {name: log[name] for name in ("settings", "versions", "hardware", "seconds")}
+    return {**facts, "diverged": bool(log["diverged"][-1])}
 
 
-def describe(settings: dict[str, Any]) -> str:
-    """The options that are numbers, and m."""
+def epoch_costs(log: dict[str, Any]) -> Run:
+    """Return the seconds of an epoch and the bytes of the optimizer's state."""
+    times = [b - a for a, b in zip(log["elapsed"], log["elapsed"][1:], strict=False)]
+    return {
+        "epoch_seconds": round(statistics.median(times or log["elapsed"]), 3),
+        "state_bytes": log["state_bytes"][-1],
+    }
+
+
+def describe_settings(settings: dict[str, Any]) -> str:
+    """Return m and the numerical options as text."""
     choice = settings["choice"]
     words = [f"m {choice['batches']}"] if choice["batches"] > 1 else []
     for name, value in choice["options"].items():
         if name == "gamma" and isinstance(value, list):
-            words.append(f"{name} {short(value[0])} every {short(value[1])} epochs")
+            words.append(f"{name} {format_value(value[0])} every {format_value(value[1])} epochs")
         elif isinstance(value, list):
-            words.append(f"{name} {', '.join(map(short, value))}")
+            words.append(f"{name} {', '.join(map(format_value, value))}")
         elif not isinstance(value, bool):
-            words.append(f"{name} {short(value)}")
+            words.append(f"{name} {format_value(value)}")
     return ", ".join(words) or "defaults"
 
 
-def made_with(results: Results) -> str:
-    """How many runs, how long, and on what."""
-    runs = list(results["runs"].values())
-    devices = dict.fromkeys(run["hardware"]["gpu"] or run["hardware"]["cpu"] for run in runs)
-    versions = dict.fromkeys(run["versions"]["torch"] for run in runs)
-    missing = len(results.get("missing", []))
-    done = f"{len(runs)} of {len(runs) + missing} runs" if missing else f"{len(runs)} runs"
-    minutes = sum(run["seconds"] for run in runs) / 60
-    return (
-        f"{done}, {minutes:.0f} minutes if added up, several at a time on one device; "
-        f"{', '.join(devices)}, torch {', '.join(versions)}."
-    )
+def compose_report(results: Results, parts: Sequence[str], checks: Sequence[Check]) -> str:
+    """Return the parts of a report with the statements and the line on the runs below them."""
+    parts = list(parts)
+    if checks:
+        stated_by = "expected" if results["config"]["limit"] else "the paper"
+        parts += ["**Statements**:", checks_table(checks, stated_by)]
+    parts.append(provenance(results, ", several at a time on one device"))
+    return "\n\n".join(parts) + "\n"
 
 
-def learns(results: Results, column: str, words: str) -> list[Check]:
-    """A statement for every run: that a column falls from its first value to its last."""
+def check_column_falls(results: Results, column: str, words: str) -> list[Check]:
+    """Check for every run that a column falls from its first value to its last."""
     checks = []
     for name, run in results["runs"].items():
         first, last = run[column][0], run[column][-1]
@@ -133,19 +147,19 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
     panels = [panel for row in rows for panel in row]
     labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
     columns = max(len(row) for row in rows)
-    with look(salt):
+    with figure_style(salt):
         figure = Figure((3.4 * columns, 2.4 * len(rows) + 0.5), layout="constrained")
         grid = figure.subplots(len(rows), columns, squeeze=False)
         handles: dict[str, Any] = {}
         for axes, panel in zip(grid.flat, panels, strict=True):
-            shown = {label: average(panel, runs) for label, runs in panel.curves.items()}
-            within = limits([mean for _, mean, _ in shown.values()])
+            shown = {label: mean_curve(panel, runs) for label, runs in panel.curves.items()}
+            within = outlier_limits([mean for _, mean, _ in shown.values()])
             low, high = within or (-math.inf, math.inf)
             for number, label in enumerate(labels):
                 if label not in shown:
                     continue
                 x, mean, deviation = shown[label]
-                line = LINES[number // len(COLOURS) % len(LINES)]
+                line = LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
                 colour = COLOURS[number % len(COLOURS)]
                 (handles[label],) = axes.plot(x, mean, color=colour, ls=line, lw=1.2)
                 axes.fill_between(
@@ -164,27 +178,27 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
             axes.grid(color=INK, alpha=0.2, lw=0.6)
             axes.spines[["top", "right"]].set_visible(False)
         figure.legend(
-            *(list(handles.values()), [title(label) for label in handles]),
+            *(list(handles.values()), [display_name(label) for label in handles]),
             **{"loc": "outside upper center", "ncols": min(7, len(handles)), "frameon": False},
         )
         figure.supxlabel(x_label, fontsize=9)
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-def limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The range of a panel where curves far above the others leave it; None if there are none."""
-    some = [list(values) for values in curves if values]
-    if not some:
+def outlier_limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Return a range that leaves out curves far above the others, or None if there are none."""
+    curves = [list(values) for values in curves if values]
+    if not curves:
         return None
-    usual = FAR * statistics.median(statistics.median(values) for values in some)
-    calm = [value for values in some if statistics.median(values) < usual for value in values]
-    room = 0.05 * (max(calm) - min(calm))
-    wild = max(max(values) for values in some) > 2 * max(calm)
-    return (min(calm) - room, max(calm) + room) if wild else None
+    usual = OUTLIER_FACTOR * statistics.median(statistics.median(values) for values in curves)
+    inliers = [value for values in curves if statistics.median(values) < usual for value in values]
+    room = 0.05 * (max(inliers) - min(inliers))
+    has_outliers = max(max(values) for values in curves) > 2 * max(inliers)
+    return (min(inliers) - room, max(inliers) + room) if has_outliers else None
 
 
-def average(panel: Panel, runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]]:
-    """Mean and standard deviation over the runs that got that far, where there is a value."""
+def mean_curve(panel: Panel, runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]]:
+    """Return places, means and standard deviations over the runs that have a value there."""
     points: dict[float, list[float]] = {}
     for run in runs:
         for x, y in zip(run[panel.x], run[panel.y], strict=True):

@@ -23,7 +23,7 @@ import os
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 __all__ = ["NAMES", "Arrays", "CorruptFileError", "Dataset", "Split"]
-__all__ += ["compare", "data_folder", "digits", "load", "locate", "missing", "read", "scaled"]
-__all__ += ["verify"]
+__all__ += ["check_checksum", "data_folder", "digits", "is_missing", "load", "locate", "read"]
+__all__ += ["scaled", "verify"]
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -57,7 +57,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # == on tensors is elementwise, so a generated __eq__ would raise
 class Dataset:
-    """A data set, split; `validation` is None where nothing was held out."""
+    """A data set, split; `validation` is None if nothing was held out."""
 
     name: str
     classes: int
@@ -66,7 +66,7 @@ class Dataset:
     test: Split
 
     def to(self, device: torch.device | str) -> "Dataset":
-        """The same on a device."""
+        """Return the same data set on a device."""
 
         def move(split: Split) -> Split:
             return Split(split.inputs.to(device), split.targets.to(device))
@@ -79,33 +79,33 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Source:
-    """How a data set is found and read.
+    """The way in which a data set is found and read.
 
     Attributes:
-        find: the place of the files in a data folder, or None if they are not there.
+        find: returns the place of the files in a data folder, or None if they are not there.
         read: reads them.
         needs: what `find` looks for, in words.
-        how: how to get it.
+        instructions: where to get the files.
         classes: number of labels.
-        mean: per channel, of the training data in [0, 1]; none: inputs stay in [0, 1].
+        mean: per channel, of the training data in [0, 1]; without it inputs stay in [0, 1].
         deviation: likewise, the standard deviation.
-        top: the value that becomes 1.
+        largest: the value that becomes 1.
         held_out: samples of the training data that become the validation split.
     """
 
     find: Callable[[Path], Path | None]
     read: Callable[[Path], Arrays]
     needs: str
-    how: str
+    instructions: str
     classes: int
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
-    top: int = 255
+    largest: int = 255
     held_out: int = 5000
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The folder given, or else that of TORCHPISA_DATA, or else `data`."""
+    """Return the folder, or by default that of TORCHPISA_DATA, or `data`."""
     return Path(folder or os.environ.get("TORCHPISA_DATA") or "data")
 
 
@@ -116,7 +116,7 @@ def load(
     hold_out: bool = True,
     normalise: bool = True,
 ) -> Dataset:
-    """A data set as tensors.
+    """Return a data set as tensors.
 
     Args:
         name: one of `NAMES`.
@@ -138,16 +138,16 @@ def load(
     train, validation = split(arrays.train, arrays.train_labels), None
     if hold_out:
         order = torch.randperm(len(arrays.train), generator=torch.Generator().manual_seed(0))
-        kept, rest = order[: source.held_out], order[source.held_out :].sort().values
-        validation = Split(train.inputs[kept], train.targets[kept])
+        held_out, rest = order[: source.held_out], order[source.held_out :].sort().values
+        validation = Split(train.inputs[held_out], train.targets[held_out])
         train = Split(train.inputs[rest], train.targets[rest])
     return Dataset(name, source.classes, train, validation, split(arrays.test, arrays.test_labels))
 
 
 def scaled(name: str, inputs: Array) -> Tensor:
-    """Published inputs of the data set as float32, normalised."""
+    """Return published inputs of a data set as float32, normalised."""
     source = _source(name)
-    x = torch.tensor(inputs, dtype=torch.float32) / source.top
+    x = torch.tensor(inputs, dtype=torch.float32) / source.largest
     if not source.mean:
         return x
     mean, deviation = (torch.tensor(c).view(-1, 1, 1) for c in (source.mean, source.deviation))
@@ -155,7 +155,7 @@ def scaled(name: str, inputs: Array) -> Tensor:
 
 
 def locate(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Where a data set is: its file in the cache, or the place of its published files.
+    """Return the place of a data set: its file in the cache, or its published files.
 
     Raises:
         FileNotFoundError: neither is there; says where it looked and how to get the data.
@@ -165,14 +165,14 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
     place = cached if cached.is_file() else source.find(folder)
     if place is None:
         raise FileNotFoundError(
-            f"{name}: there is no {source.needs} in {folder.resolve()}. {source.how} The folder is "
-            "that of --data, or of the environment variable TORCHPISA_DATA"
+            f"{name}: there is no {source.needs} in {folder.resolve()}. {source.instructions} The "
+            "folder is that of --data, or of the environment variable TORCHPISA_DATA"
         )
     return place
 
 
-def missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
-    """Whether a data set is not there."""
+def is_missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
+    """Return True if a data set is not there."""
     try:
         locate(name, folder)
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def missing(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
 
 
 def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
-    """A data set as published, from the cache or from its files.
+    """Return a data set as published, from the cache or from its files.
 
     Raises:
         FileNotFoundError: see `locate`.
@@ -192,7 +192,7 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
             return Arrays(*(saved[field] for field in Arrays._fields))
     arrays = _source(name).read(place)
     if cached.parent.is_dir() and name != "digits":
-        # In one move: other processes may be reading or writing the same file.
+        # Atomic, because other processes may be reading or writing the same file.
         part = cached.with_name(f".{name}.{os.getpid()}.npz")
         np.savez_compressed(part, **arrays._asdict())
         part.replace(cached)
@@ -200,7 +200,7 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
 
 
 class CorruptFileError(ValueError):
-    """A file is not the published one."""
+    """A file that is not the published one."""
 
 
 # SHA-256, or MD5 where that is what the publisher gives, by the name of the file.
@@ -219,7 +219,7 @@ CHECKSUMS = {
 
 
 def verify(name: str, folder: str | os.PathLike[str] | None = None) -> None:
-    """Check that a data set's files are whole; what is in the cache is not looked at.
+    """Check that the files of a data set are intact; the cache is not checked.
 
     Raises:
         FileNotFoundError: see `locate`; or one of its files is missing.
@@ -229,21 +229,21 @@ def verify(name: str, folder: str | os.PathLike[str] | None = None) -> None:
     if place == _cached(name, data_folder(folder)):
         return
     if place.is_file():
-        compare(place, CHECKSUMS, _source(name).how)
+        check_checksum(place, CHECKSUMS, _source(name).instructions)
         return
     if name == "cifar10":
         zips = (place / "train_a.zip").is_file()
         for file in ("train_a.zip", "train_b.zip", "test.zip") if zips else BATCHES:
-            compare(place / file, CHECKSUMS, _source(name).how)
+            check_checksum(place / file, CHECKSUMS, _source(name).instructions)
 
 
-def compare(path: Path, checksums: Mapping[str, str], how: str) -> None:
-    """Check a file by its name's checksum; one without is not looked at.
+def check_checksum(path: Path, checksums: Mapping[str, str], instructions: str) -> None:
+    """Check a file against the checksum for its name, if there is one.
 
     Args:
-        path: of the file.
+        path: the file.
         checksums: SHA-256 or MD5 by name.
-        how: how to get the file again.
+        instructions: where to get the file again.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -251,19 +251,19 @@ def compare(path: Path, checksums: Mapping[str, str], how: str) -> None:
     """
     expected = checksums.get(path.name)
     if not path.is_file():
-        raise FileNotFoundError(f"{path.resolve()} is missing. {how}")
+        raise FileNotFoundError(f"{path.resolve()} is missing. {instructions}")
     if expected is None:
         return
-    kind = "md5" if len(expected) == 32 else "sha256"
-    digest = hashlib.new(kind, usedforsecurity=False)
+    algorithm = "md5" if len(expected) == 32 else "sha256"
+    digest = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(2**20):
             digest.update(block)
-    found = digest.hexdigest()
-    if found != expected:
+    actual = digest.hexdigest()
+    if actual != expected:
         raise CorruptFileError(
-            f"{path.resolve()} is damaged or another file: its {kind.upper()} must be {expected}, "
-            f"got {found}. Remove it and get it again: {how}"
+            f"{path.resolve()} is damaged or another file: its {algorithm.upper()} must be "
+            f"{expected}, got {actual}. Remove it and get it again: {instructions}"
         )
 
 
@@ -275,7 +275,7 @@ def _cached(name: str, folder: Path) -> Path:
 
 
 def read_idx(path: Path) -> Array:
-    """A gzipped idx file of bytes."""
+    """Read a gzipped idx file of bytes."""
     with gzip.open(path) as file:
         raw = file.read()
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":  # 8: unsigned bytes
@@ -299,7 +299,8 @@ def read_idx_folder(folder: Path) -> Arrays:
 
 def find_idx(*places: str) -> Callable[[Path], Path | None]:
     def find(folder: Path) -> Path | None:
-        return _first(folder / place for place in places if (folder / place / IDX[0]).is_file())
+        existing = (folder / place for place in places if (folder / place / IDX[0]).is_file())
+        return next(existing, None)
 
     return find
 
@@ -307,8 +308,8 @@ def find_idx(*places: str) -> Callable[[Path], Path | None]:
 # CIFAR-10
 
 
-class _Plain(pickle.Unpickler):
-    """Of what a pickle can hold, the published files need arrays only; nothing else is loaded."""
+class _ArrayUnpickler(pickle.Unpickler):
+    """An unpickler that loads arrays only, which is all that the published files need."""
 
     allowed = frozenset({"_reconstruct", "ndarray", "dtype", "encode"})
 
@@ -321,7 +322,7 @@ class _Plain(pickle.Unpickler):
 
 
 def read_batches(place: Path) -> Arrays:
-    """The published batches, from `cifar-10-batches-py` or the archive with that folder."""
+    """Read the published batches, from `cifar-10-batches-py` or from the archive."""
     names = BATCHES
     if place.is_dir():
         raw = [(place / name).read_bytes() for name in names]
@@ -329,17 +330,17 @@ def read_batches(place: Path) -> Arrays:
         with tarfile.open(place) as archive:
             members = (archive.extractfile(f"cifar-10-batches-py/{name}") for name in names)
             raw = [member.read() for member in members if member is not None]
-    batches = [_Plain(io.BytesIO(data), encoding="bytes").load() for data in raw]
+    batches = [_ArrayUnpickler(io.BytesIO(data), encoding="bytes").load() for data in raw]
     images = [batch[b"data"].reshape(-1, 3, 32, 32) for batch in batches]
     labels = [np.array(batch[b"labels"], np.uint8) for batch in batches]
     return Arrays(np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1], labels[-1])
 
 
 def read_strips(folder: Path) -> Arrays:
-    """Zips of WebP images, lossless, each a strip of images below each other; `labels.u8`."""
+    """Read zips of lossless WebP images, each a strip of images, and of `labels.u8`."""
     from PIL import Image
 
-    def one(name: str) -> tuple[list[Array], Array]:
+    def read_zip(name: str) -> tuple[list[Array], Array]:
         with zipfile.ZipFile(folder / name) as archive:
             strips = sorted(entry for entry in archive.namelist() if entry.endswith(".webp"))
             images = [
@@ -349,7 +350,7 @@ def read_strips(folder: Path) -> Arrays:
         return [np.asarray(image, np.uint8).reshape(-1, 32, 32, 3) for image in images], labels
 
     def join(*names: str) -> tuple[Array, Array]:
-        images, labels = zip(*map(one, names), strict=True)
+        images, labels = zip(*map(read_zip, names), strict=True)
         stacked = np.concatenate([strip for part in images for strip in part])
         return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2)), np.concatenate(labels)
 
@@ -358,9 +359,10 @@ def read_strips(folder: Path) -> Arrays:
 
 def find_cifar10(folder: Path) -> Path | None:
     inside = [folder, folder / "cifar10"]
-    published = [top / name for top in inside for name in ("cifar-10-batches-py", TAR)]
-    found = _first(path for path in published if path.exists())
-    return found or _first(top for top in inside if (top / "train_a.zip").is_file())
+    published = [place / name for place in inside for name in ("cifar-10-batches-py", TAR)]
+    places = [path for path in published if path.exists()]
+    places += [place for place in inside if (place / "train_a.zip").is_file()]
+    return next(iter(places), None)
 
 
 def read_cifar10(place: Path) -> Arrays:
@@ -375,7 +377,7 @@ BATCHES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 
 
 def read_libsvm(path: Path, features: int = 123) -> tuple[Array, Array]:
-    """Rows of a label (-1 or +1, here 0 or 1) and the places of the ones among the features."""
+    """Read rows of a label (-1 or +1, here 0 or 1) and the indices of the features that are 1."""
     with gzip.open(path, "rt", encoding="ascii") as file:
         rows = [line.split() for line in file]
     x = np.zeros((len(rows), features), np.uint8)
@@ -392,7 +394,7 @@ def find_adult(folder: Path) -> Path | None:
 
 
 def digits() -> tuple[Array, Array]:
-    """scikit-learn's 1,797 digits, 8x8 with values up to 16, shuffled once."""
+    """Return scikit-learn's 1,797 digits, 8x8 with values up to 16, shuffled once."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -404,10 +406,6 @@ def read_digits(folder: Path) -> Arrays:
     images, labels = digits()
     pixels = images.reshape(-1, 64)
     return Arrays(pixels[:1297], labels[:1297], pixels[1297:], labels[1297:])
-
-
-def _first(paths: Iterator[Path]) -> Path | None:
-    return next(paths, None)
 
 
 SOURCES = {
@@ -446,7 +444,7 @@ SOURCES = {
         "Put a9a and a9a.t, gzipped, into its folder a9a; they are on "
         "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html.",
         classes=2,
-        top=1,
+        largest=1,
     ),
     "digits": Source(
         lambda folder: folder,
@@ -454,7 +452,7 @@ SOURCES = {
         "scikit-learn",
         "",
         classes=10,
-        top=16,
+        largest=16,
         held_out=297,
     ),
 }

@@ -1,21 +1,21 @@
-"""Grids of settings to try, as the commands that tune take them, and how settings are written."""
+"""Grids of settings for the commands that tune, and settings as text."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Value", "label", "parse_grid", "short"]
+__all__ = ["Value", "format_value", "parse_grid", "run_label"]
 
 Value = float | str
 """Of a setting: a number, or the name of a choice."""
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, tuple[Value, ...]]:
-    """`name=1,2,3`, several times."""
+    """Parse words such as `name=1,2,3`."""
     grid = {}
     for word in words:
         name, _, values = word.partition("=")
         try:
-            grid[name] = tuple(parse(value) for value in values.split(","))
+            grid[name] = tuple(parse_value(value) for value in values.split(","))
         except ValueError:
             raise argparse.ArgumentTypeError(
                 f"--grid must look like sigma=1,2,5, got {word!r}"
@@ -23,7 +23,7 @@ def parse_grid(words: Sequence[str]) -> dict[str, tuple[Value, ...]]:
     return grid
 
 
-def parse(word: str) -> Value:
+def parse_value(word: str) -> Value:
     try:
         return float(word)
     except ValueError:
@@ -32,14 +32,14 @@ def parse(word: str) -> Value:
         raise
 
 
-def short(value: object) -> str:
-    """As tables have it."""
+def format_value(value: object) -> str:
+    """Return a value as it stands in tables."""
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def label(settings: Mapping[str, object]) -> str:
-    """As names of runs have them."""
+def run_label(settings: Mapping[str, object]) -> str:
+    """Return settings as they stand in names of runs."""
     return "_".join(
-        f"{name}{'_' if isinstance(value, str) else ''}{short(value)}"
+        f"{name}{'_' if isinstance(value, str) else ''}{format_value(value)}"
         for name, value in settings.items()
     )

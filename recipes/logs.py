@@ -1,4 +1,4 @@
-"""The log of a run, JSON by lines: a header, what the run yields, and at the end the seconds."""
+"""The log of a run as JSON lines: a header, what the run yields, and the seconds at the end."""
 
 import json
 import shutil
@@ -9,13 +9,13 @@ from typing import Any
 
 from recipes.recipe import Line
 
-__all__ = ["Board", "read", "record"]
+__all__ = ["TensorBoardLog", "read", "record"]
 
 
 def record(
     path: Path, header: dict[str, Any], lines: Iterable[Line], report: Callable[[Line], None]
 ) -> None:
-    """Log a run while it goes; `report` sees every line too."""
+    """Log a run while it runs; `report` receives every line, too."""
     start = time.perf_counter()
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(header) + "\n")
@@ -26,21 +26,21 @@ def record(
 
 
 def read(path: Path, **expected: Any) -> dict[str, Any] | None:
-    """A finished run: its header, `seconds`, and a column per logged name.
+    """Return a finished run: its header, `seconds`, and a column per logged name.
 
     None if there is no log, if it ends early, or if its header differs from what is expected.
     """
     try:
         header, *lines, end = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    except (FileNotFoundError, ValueError):  # none, empty, or cut off within a line
+    except (FileNotFoundError, ValueError):  # no file, an empty one, or one cut off within a line
         return None
     if "seconds" not in end or any(header[name] != value for name, value in expected.items()):
         return None
     return {**header, **end, **{name: [line[name] for line in lines] for name in lines[0]}}
 
 
-class Board:
-    """TensorBoard's files of a run, written beside its log; a context.
+class TensorBoardLog:
+    """TensorBoard's files of a run, written beside its log; a context manager.
 
     Curves are drawn against the first column of a line. What an earlier attempt at the same run
     left in the folder is removed.
@@ -61,7 +61,7 @@ class Board:
             if value is not None:
                 self.writer.add_scalar(name, value, int(step or 0))
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "TensorBoardLog":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -19,7 +19,8 @@ import torchpisa
 from torchpisa.optim.param_groups import split
 from torchpisa.penalty import gamma_l
 
-__all__ = ["TITLES", "Choice", "Schedule", "build", "lacks", "set_rate", "state_bytes"]
+__all__ = ["TITLES", "Choice", "Schedule", "build", "missing_requirement"]
+__all__ += ["scale_learning_rates", "state_bytes"]
 
 TITLES = {
     "sisa": "SISA",
@@ -43,7 +44,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the learning rate is multiplied by while training goes on.
+    """The factor of the learning rate during training.
 
     Attributes:
         kind: "constant", "cosine" down to zero, or "steps".
@@ -60,7 +61,7 @@ class Schedule:
             raise ValueError(f"kind must be 'constant', 'cosine' or 'steps', got {self.kind!r}")
 
     def factor(self, epoch: float, epochs: int) -> float:
-        """The factor at a moment, in epochs from 0; whole numbers are the starts of epochs."""
+        """Return the factor at a time in epochs from 0; epochs begin at whole numbers."""
         value = 1.0
         if self.kind == "cosine":
             value = 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / epochs)))
@@ -110,8 +111,8 @@ THIRD_PARTY = {
 }
 
 
-def lacks(name: str) -> str | None:
-    """What this machine lacks for an optimizer, if anything."""
+def missing_requirement(name: str) -> str | None:
+    """Return what this machine lacks for an optimizer, or None."""
     if name in THIRD_PARTY and importlib.util.find_spec("pytorch_optimizer") is None:
         return f"{name} needs pytorch_optimizer: pip install 'torchpisa[recipes]'"
     return None
@@ -128,7 +129,7 @@ def build(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     Raises:
         ImportError: this machine lacks what the optimizer needs.
     """
-    reason = lacks(choice.name)
+    reason = missing_requirement(choice.name)
     if reason is not None:
         raise ImportError(reason)
     optimizer = BUILDERS[choice.name](choice, model, rounds)
@@ -137,14 +138,14 @@ def build(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     return optimizer
 
 
-def set_rate(optimizer: Optimizer, factor: float) -> None:
-    """Set all learning rates to a multiple of what they were given."""
+def scale_learning_rates(optimizer: Optimizer, factor: float) -> None:
+    """Set all learning rates to a multiple of their initial values."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors in the state; counters, of 0 dimensions, left out."""
+    """Return the bytes of all tensors in the state, without counters, which have 0 dimensions."""
     values = (value for state in optimizer.state.values() for value in state.values())
     tensors = (value for value in values if isinstance(value, torch.Tensor) and value.dim())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -192,7 +193,7 @@ def build_torch(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     return cls(model.parameters(), **options)
 
 
-def build_other(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
+def build_third_party(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     import pytorch_optimizer
 
     cls = getattr(pytorch_optimizer, THIRD_PARTY[choice.name])
@@ -202,12 +203,12 @@ def build_other(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
         return cls(model.parameters(), weight_decay=decay, **options)
     optimizer = cls(model.parameters(), **options)
     if decay:
-        optimizer.register_step_pre_hook(add_decay(decay))
+        optimizer.register_step_pre_hook(l2_decay_hook(decay))
     return optimizer
 
 
-def add_decay(decay: float) -> Callable[..., None]:
-    """A hook that adds the L2 term to the gradients, for a class that has none of its own."""
+def l2_decay_hook(decay: float) -> Callable[..., None]:
+    """Return a hook that adds the L2 term to the gradients, for a class that lacks one."""
 
     @torch.no_grad()
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -220,7 +221,7 @@ def add_decay(decay: float) -> Callable[..., None]:
 
 
 def build_muon(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
-    """Muon for the hidden matrices, convolutions flattened, and AdamW for the rest."""
+    """Build Muon for the hidden matrices, convolutions flattened, with AdamW for the rest."""
     from pytorch_optimizer import Muon
 
     options = dict(choice.options)
@@ -234,7 +235,7 @@ def build_muon(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
 
 BUILDERS: dict[str, Callable[[Choice, nn.Module, int], Optimizer]] = {
     **dict.fromkeys(("sgd", "adam", "adamw", "radam", "nadam", "rmsprop"), build_torch),
-    **dict.fromkeys(("adabound", "msvag", "adabelief", "yogi", "lamb", "padam"), build_other),
+    **dict.fromkeys(("adabound", "msvag", "adabelief", "yogi", "lamb", "padam"), build_third_party),
     "sisa": build_sisa,
     "nsisa": build_nsisa,
     "misa": build_misa,

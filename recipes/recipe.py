@@ -1,4 +1,4 @@
-"""What every recipe provides."""
+"""The interface of a recipe."""
 
 import dataclasses
 from argparse import ArgumentParser, Namespace
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Check", "Line", "Recipe", "Results", "table"]
+__all__ = ["Check", "Line", "Recipe", "Results", "shared_settings"]
 
 Line = dict[str, float | None]
-"""What a run logs at one moment, by name; None for a number that is not finite."""
+"""One line of a run's log: numbers by name, None for one that is not finite."""
 
 Results = dict[str, Any]
-"""What is saved of all runs: config, checks and, under `"runs"`, the logged columns of each."""
+"""The saved results of all runs: config, checks and, under `"runs"`, the columns of each log."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A statement of the paper, and what was seen of it."""
+    """A statement of the paper, what was seen of it here, and whether it holds."""
 
     panel: str
     paper: str
@@ -31,29 +31,30 @@ class Recipe:
     """An experiment of the paper.
 
     Attributes:
-        title: what it is, in a line.
+        title: one line about it.
         presets: frozen configurations (dataclasses with a `seed`) by name; the first is the
             default.
-        plan: the runs of a configuration: name -> settings, a dataclass.
-        run: does one run and yields what to log. For `--jobs` a function of a module.
-        check: holds the results against the paper's statements.
+        plan: returns the runs of a configuration by name, each with its settings, a dataclass.
+        run: does one run and yields the lines of its log. With `--jobs` it must be a function of a
+            module.
+        check: compares the results with the paper's statements.
         draw: draws the results into a file.
-        takes: which of the options `device`, `data`, `compile`, `checkpoints`, `samples` and
-            `inception` there are, for `run` to take by keyword.
-        ready: raises FileNotFoundError, before anything is run, if data for these settings is
-            missing; takes the options too.
-        lacks: why a run cannot be done on this machine, such as a library that is not installed, or
-            None. It is left out then and counts as missing.
-        depends: what of a configuration the runs depend on. A finished run is run again when this
-            or its settings change; all of it, unless said otherwise.
-        condense: what is saved of a run, from what was logged; everything, unless said otherwise.
-        report: the results as Markdown, if there is more to them than the checks.
+        options: those of `device`, `data`, `compile`, `checkpoints`, `samples` and `inception` that
+            `run` takes by keyword.
+        require_data: raises FileNotFoundError, before anything is run, if data for these settings
+            is missing; takes the options too.
+        missing_requirement: returns why a run cannot be done on this machine, such as a library
+            that is not installed, or None. Such a run is left out and counts as missing.
+        run_key: returns what runs depend on besides their settings, from a configuration. A
+            finished run is run again when this or its settings change.
+        condense: returns what is saved of a run, from its log; by default everything.
+        report: returns the results as Markdown, if there is more to them than the checks.
         partial: whether checks, picture and report can do with a part of the runs.
-        length: lines that a run logs, from its settings, for an estimate of the time that is left;
-            None where nobody knows.
-        packages: whose versions the results depend on, besides torch and torchpisa.
-        arguments: adds options of the recipe's own to its command.
-        configure: returns a preset with these options, from the command's arguments, in place.
+        length: returns the number of lines that a run logs, from its settings, to estimate the time
+            that is left; None if it is not known.
+        packages: packages, besides torch and torchpisa, whose versions the results depend on.
+        add_arguments: adds options of the recipe to its command.
+        configure: returns a preset, changed by these options.
     """
 
     title: str
@@ -62,29 +63,21 @@ class Recipe:
     run: Callable[..., Iterator[Line]]
     check: Callable[[Results], list[Check]]
     draw: Callable[[Results, Path], None]
-    takes: tuple[str, ...] = ()
-    ready: Callable[..., None] = lambda settings, **options: None
-    lacks: Callable[[Any], str | None] = lambda settings: None
-    depends: Callable[[Any], dict[str, Any]] = dataclasses.asdict
+    options: tuple[str, ...] = ()
+    require_data: Callable[..., None] = lambda settings, **options: None
+    missing_requirement: Callable[[Any], str | None] = lambda settings: None
+    run_key: Callable[[Any], dict[str, Any]] = lambda config: {}
     condense: Callable[[dict[str, Any]], dict[str, Any]] = dict
     report: Callable[[Results], str] | None = None
-    partial: bool = False
+    partial: bool = True
     length: Callable[[Any], int] | None = None
     packages: tuple[str, ...] = ()
-    arguments: Callable[[ArgumentParser], None] = lambda parser: None
+    add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
     configure: Callable[[Any, Namespace], Any] = lambda config, args: config
 
 
-def table(checks: list[Check], stated: str = "the paper") -> str:
-    """The checks as Markdown.
-
-    Args:
-        checks: the checks.
-        stated: who or what says what is checked.
-    """
-    rows = [f"| panel | {stated} | here | holds |", "|---|---|---|---|"]
-    rows += [
-        f"| {check.panel} | {check.paper} | {check.here} | {'yes' if check.holds else '**no**'} |"
-        for check in checks
-    ]
-    return "\n".join(rows)
+def shared_settings(config: Any, settings: type[Any]) -> dict[str, Any]:
+    """Return the fields of a configuration that the settings of its runs have, too."""
+    names = {field.name for field in dataclasses.fields(config)}
+    fields = (field.name for field in dataclasses.fields(settings))
+    return {name: getattr(config, name) for name in fields if name in names}

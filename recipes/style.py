@@ -1,9 +1,9 @@
-"""How the pictures of all recipes look."""
+"""The common style of the recipes' pictures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["COLOURS", "DASHES", "INK", "look"]
+__all__ = ["COLOURS", "DASHES", "INK", "figure_style"]
 
 # Readable on white and on black, and told apart by most people who see colours differently.
 COLOURS = ["#d1495b", "#e08e2b", "#8f9e2f", "#2a9d8f", "#3f88c5", "#8e6bbf"]
@@ -12,8 +12,8 @@ DASHES = (0, (4, 3))
 
 
 @contextmanager
-def look(salt: str) -> Iterator[None]:
-    """matplotlib's settings. Glyphs as text, fixed ids: small, the same bytes for the same results.
+def figure_style(salt: str) -> Iterator[None]:
+    """Set matplotlib's style: glyphs as text and fixed ids, so that files are reproducible.
 
     Args:
         salt: of the ids; the recipe's name.

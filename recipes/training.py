@@ -1,4 +1,4 @@
-"""What trainings share: passes replayed as CUDA graphs, and runs that go on where they were."""
+"""Trainings that continue where they were interrupted, and passes replayed as CUDA graphs."""
 
 import contextlib
 import dataclasses
@@ -6,92 +6,132 @@ import json
 import math
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from recipes.recipe import Line
 
-__all__ = ["Pass", "Trainable", "drive", "finite", "precision", "reseed"]
+__all__ = [
+    "GraphedPass",
+    "Training",
+    "checkpoint_file",
+    "finite_or_none",
+    "forward_precision",
+    "run_training",
+    "save_atomically",
+    "seed_from",
+]
 
 
-class Trainable(Protocol):
-    """A training that `drive` can run.
+class Training(ABC):
+    """A training that `run_training` can run, interrupt and resume.
+
+    Args:
+        settings: of the run, a dataclass with a `name`.
+        device: the device to train on.
+        total: the length of the run, in epochs or steps.
 
     Attributes:
-        done: epochs that are done.
-        epochs: of the whole run.
+        done: epochs or steps that are done.
+        elapsed: seconds of training.
+        saved: names of the attributes with a `state_dict` that a checkpoint holds.
     """
 
-    done: int
-    epochs: int
+    saved: ClassVar[tuple[str, ...]] = ("model", "optimizer")
 
-    def epoch(self) -> Line:
-        """Train for an epoch and return what to log. `diverged` is true if there is no point in
-        going on."""
+    def __init__(self, settings: Any, device: torch.device, total: int) -> None:
+        self.settings, self.device, self.total = settings, device, total
+        self.done, self.elapsed = 0, 0.0
+
+    def first_line(self) -> Line | None:
+        """Return what to log before training, if anything."""
+        return None
+
+    @abstractmethod
+    def advance(self) -> Line:
+        """Train up to the next line of the log and return it.
+
+        `diverged` in the line ends the run.
+        """
 
     def state(self) -> dict[str, Any]:
-        """Return all that it takes to go on; called between epochs."""
+        """Return all that is needed to continue; called right after `advance`."""
+        parts = {name: getattr(self, name).state_dict() for name in self.saved}
+        return {"done": self.done, "elapsed": self.elapsed, **parts}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
+        for name in self.saved:
+            getattr(self, name).load_state_dict(state[name])
+        self.done, self.elapsed = state["done"], state["elapsed"]
 
 
-def drive(
-    training: Trainable, settings: Any, file: Path | None, save_every: int = 10
+def run_training(
+    training: Training, checkpoints: str | Path | None, save_every: int = 10
 ) -> Iterator[Line]:
-    """Train to the end and yield a line per epoch.
+    """Train to the end and yield the lines of the log.
 
     Args:
         training: just built.
-        settings: of the run, a dataclass; a checkpoint of other settings is not used.
-        file: of the checkpoint, or None for none. It is removed when the run is done.
-        save_every: epochs from one checkpoint to the next.
+        checkpoints: folder of checkpoints, or None for none. That of a run is removed when the run
+            is done; one of other settings is not used.
+        save_every: epochs or steps from one checkpoint to the next.
     """
     lines: list[Line] = []
-    key = json.dumps(dataclasses.asdict(settings), sort_keys=True)
+    file = checkpoint_file(checkpoints, training.settings)
+    key = json.dumps(dataclasses.asdict(training.settings), sort_keys=True)
     if file is not None and file.is_file():
         state = torch.load(file, map_location="cpu", weights_only=True)
         if state["settings"] == key:
             training.load(state["training"])
             lines = state["lines"]
-    # A log is written from its beginning, so what it had is handed out again.
+    first = None if lines else training.first_line()
+    if first is not None:
+        lines.append(first)
+    # A log is written from its beginning, so the lines of a checkpoint are yielded again.
     yield from lines
-    while training.done < training.epochs and not (lines and lines[-1].get("diverged")):
-        lines.append(training.epoch())
-        last = training.done == training.epochs
+    while training.done < training.total and not (lines and lines[-1].get("diverged")):
+        lines.append(training.advance())
+        last = training.done == training.total
         if file is not None and not last and training.done % save_every == 0:
-            save({"settings": key, "lines": lines, "training": training.state()}, file)
+            save_atomically({"settings": key, "lines": lines, "training": training.state()}, file)
         yield lines[-1]
     if file is not None:
         file.unlink(missing_ok=True)
 
 
-def save(state: dict[str, Any], file: Path) -> None:
-    """Save in one move: an interruption leaves the file as it was."""
+def checkpoint_file(folder: str | Path | None, settings: Any) -> Path | None:
+    """Return the file of a run's checkpoint, or None without a folder."""
+    return None if folder is None else Path(folder) / f"{settings.name}.pt"
+
+
+def save_atomically(state: dict[str, Any], file: Path) -> None:
+    """Save a state; an interruption leaves the file as it was."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     torch.save(state, partial)
     os.replace(partial, file)
 
 
-def reseed(*numbers: int) -> None:
-    """Seed torch's generators by some numbers, so that an epoch's chance needs no saved state."""
+def seed_from(*numbers: int) -> None:
+    """Seed torch's generators by several numbers, so that no random state has to be saved."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number + 12_345) % 2**63
     torch.manual_seed(mixed)
 
 
-def finite(value: float) -> float | None:
-    """The value, or None for the log if it is not finite."""
-    return value if math.isfinite(value) else None
+def finite_or_none(value: float | None) -> float | None:
+    """Return the value, or None, which JSON has, if it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
-def precision(name: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def forward_precision(name: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return a context for forward passes: "float32", or "bfloat16" by autocast on a GPU.
 
     Its cache of cast weights is off, because a cast within a CUDA graph must be repeated.
@@ -102,22 +142,22 @@ def precision(name: str, device: torch.device) -> contextlib.AbstractContextMana
     return torch.autocast(device.type, torch.bfloat16, enabled=lower, cache_enabled=False)
 
 
-class Pass:
-    """Forward and backward pass over inputs of fixed shapes, on a GPU replayed as one CUDA graph.
+class GraphedPass:
+    """A forward and backward pass for inputs of fixed shapes, on a GPU as one CUDA graph.
 
-    Small models spend most of their time waiting for the next kernel's launch; a graph launches all
-    of them at once. Gradients are those of the last call, they do not add up. With graphs they are
-    always the same tensors, for all passes over the same parameters: optimizers that keep their
-    addresses need not look for them again.
+    Small models spend most of their time waiting for kernels to be launched; a graph launches all
+    of them at once. Gradients are those of the last call and do not add up. With graphs they are
+    always the same tensors, for all passes over the same parameters, so optimizers that keep
+    their addresses need not look for them again.
 
     Args:
         loss: returns the loss, a tensor of 0 dimensions, from the inputs. It must not read anything
             from the device.
-        params: that get gradients.
-        inputs: examples.
+        params: the parameters that get gradients.
+        inputs: examples of the inputs.
         changes: tensors that `loss` changes, such as buffers; capturing leaves them as they were.
-        graph: whether to capture a graph. Only on a GPU.
-        like: a pass whose memory this one may use too: they never run at the same time.
+        graph: whether to capture a graph, on a GPU.
+        shares_memory_with: a pass that never runs at the same time as this one.
     """
 
     def __init__(
@@ -127,41 +167,42 @@ class Pass:
         inputs: Sequence[Tensor],
         changes: Iterable[Tensor] = (),
         graph: bool = True,
-        like: "Pass | None" = None,
+        shares_memory_with: "GraphedPass | None" = None,
     ) -> None:
         self.loss, self.params = loss, list(params)
         self.graph: torch.cuda.CUDAGraph | None = None
         if graph and self.params[0].is_cuda:
             try:
-                pool = None if like is None or like.graph is None else like.graph.pool()
+                other = shares_memory_with
+                pool = None if other is None or other.graph is None else other.graph.pool()
                 self.capture(inputs, list(changes), pool)
-            except RuntimeError as error:  # such as an operation that cannot be captured
+            except RuntimeError as error:  # for example an operation that cannot be captured
                 self.graph = None
                 warnings.warn(f"no CUDA graph, so this is slower: {error}", stacklevel=2)
 
     def capture(
         self, inputs: Sequence[Tensor], changes: Sequence[Tensor], pool: Any = None
     ) -> None:
-        """Capture the graph; leaves random state and what the loss changes as they were."""
+        """Capture the graph; random state and what the loss changes stay as they were."""
         self.inputs = [tensor.clone() for tensor in inputs]
         self.grads = [
             torch.zeros_like(param) if param.grad is None else param.grad for param in self.params
         ]
         before = [tensor.clone() for tensor in changes]
-        chance = torch.cuda.get_rng_state()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(3):  # libraries choose their kernels and allocate
+        random_state = torch.cuda.get_rng_state()
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
+            for _ in range(3):  # lets libraries choose their kernels and allocate
                 self.backward(self.inputs)
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(side_stream)
         self.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self.output = self.backward(self.inputs)
             torch._foreach_copy_(self.grads, [param.grad for param in self.params])
         self.graph = graph
-        torch.cuda.set_rng_state(chance)
+        torch.cuda.set_rng_state(random_state)
         for tensor, value in zip(changes, before, strict=True):
             tensor.copy_(value)
 
@@ -176,11 +217,11 @@ class Pass:
         return loss.detach()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Set the gradients of a batch; returns its loss, valid until the next call."""
+        """Set the gradients of a batch and return its loss, which is valid until the next call."""
         if self.graph is None:
             return self.backward(inputs)
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
+        for static, value in zip(self.inputs, inputs, strict=True):
+            static.copy_(value)
         self.graph.replay()
         for param, grad in zip(self.params, self.grads, strict=True):
             param.grad = grad

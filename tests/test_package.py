@@ -202,7 +202,11 @@ def test_import_direction(room: str) -> None:
                 if other == "distributed" and room in UNDER_DISTRIBUTED:
                     allowed = module in UNDER_DISTRIBUTED[room]
                 for special in NEEDS:
-                    if rest not in WITHOUT_TRITON and rest.startswith(special.replace("/", ".")) and folder != special:
+                    if (
+                        rest not in WITHOUT_TRITON
+                        and rest.startswith(special.replace("/", "."))
+                        and folder != special
+                    ):
                         allowed = allowed and not at_module_level
             elif top in {"torch"} | NEEDS.get(folder, set()) or top in sys.stdlib_module_names:
                 allowed = True

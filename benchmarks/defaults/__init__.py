@@ -1,4 +1,4 @@
-"""Optimizers with their defaults on tasks nobody tuned them for: `python -m benchmarks defaults`.
+"""Optimizers with their defaults on tasks that none was tuned for: `python -m benchmarks defaults`.
 
     python -m benchmarks defaults prepare   # only if the machine that trains has no scikit-learn
     python -m benchmarks defaults           # train what is not in runs/defaults.jsonl yet

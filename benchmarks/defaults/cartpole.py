@@ -85,17 +85,17 @@ class Player:
     @torch.no_grad()
     def _play(self) -> tuple[Tensor, ...]:
         """Return states, moves and their log-probabilities, advantages and returns, in a row."""
-        states, pushes, chances, rewards, ends = [], [], [], [], []
+        states, pushes, taken, rewards, ends = [], [], [], [], []
         for _ in range(MOVES):
-            chance = F.log_softmax(self.actor.policy(self.state), 1)
-            push = torch.multinomial(chance.exp(), 1, generator=self.random)
+            log_probabilities = F.log_softmax(self.actor.policy(self.state), 1)
+            push = torch.multinomial(log_probabilities.exp(), 1, generator=self.random)
             states.append(self.state)
             pushes.append(push)
-            chances.append(chance.gather(1, push))
+            taken.append(log_probabilities.gather(1, push))
             after = move(self.state, push.squeeze(1))
             self.age += 1
             over, late = fallen(after), self.age >= MOST_STEPS
-            # A pole that is taken away while it stands would have gone on.
+            # An episode that reaches its time limit counts as one that continues.
             going_on = DISCOUNT * self.actor.value(after).squeeze(1)
             rewards.append(1 + torch.where(late & ~over, going_on, 0.0))
             ends.append((over | late).float())
@@ -110,7 +110,7 @@ class Player:
             advantage = surprise + DISCOUNT * SMOOTHING * stays * advantage
             advantages.insert(0, advantage)
         gained = torch.stack(advantages)
-        rows = *(torch.stack(t) for t in (states, pushes, chances)), gained, gained + values[:-1]
+        rows = *(torch.stack(t) for t in (states, pushes, taken)), gained, gained + values[:-1]
         return tuple(row.flatten(0, 1) for row in rows)
 
     def step(self, update: Update) -> None:
@@ -124,11 +124,11 @@ class Player:
     def _loss(
         self, state: Tensor, push: Tensor, before: Tensor, advantage: Tensor, gained: Tensor
     ) -> Tensor:
-        chances = F.log_softmax(self.actor.policy(state), 1)
-        ratio = (chances.gather(1, push) - before).exp().squeeze(1)
+        log_probabilities = F.log_softmax(self.actor.policy(state), 1)
+        ratio = (log_probabilities.gather(1, push) - before).exp().squeeze(1)
         scaled = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        kept = ratio.clamp(1 - CLIP, 1 + CLIP)
-        policy = -torch.minimum(ratio * scaled, kept * scaled).mean()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        policy = -torch.minimum(ratio * scaled, clipped * scaled).mean()
         value = F.mse_loss(self.actor.value(state).squeeze(1), gained)
-        surprise = -(chances.exp() * chances).sum(1).mean()
+        surprise = -(log_probabilities.exp() * log_probabilities).sum(1).mean()
         return policy + 0.5 * value - 0.01 * surprise

@@ -1,4 +1,4 @@
-"""What a task is: something to train, and a number that says how well it went."""
+"""The interface of a task: something to train, and a number that says how well it went."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Update(Protocol):
-    """Take one optimizer step down a loss, on the weights of one of the modules."""
+    """A function that takes one optimizer step down a loss, on the weights of one module."""
 
     def __call__(self, loss: Tensor, module: int = 0) -> None: ...
 
@@ -119,8 +119,8 @@ def fit(
     def measure_split(split: str) -> float:
         return evaluate(model, lambda: (measure or loss)(model, splits[split]))
 
-    own = {split: tensors[0] for split, tensors in splits.items()}
-    return Problem([model], step, measure_split, trivial, own if samples is None else samples)
+    inputs = {split: tensors[0] for split, tensors in splits.items()}
+    return Problem([model], step, measure_split, trivial, inputs if samples is None else samples)
 
 
 @torch.no_grad()

@@ -62,8 +62,8 @@ class Scores:
 
     def ratio(self, task: str, optimizer: str, schedule: str, reference: str = USUAL) -> float:
         """Return a score divided by that of another optimizer; below 1 is better than that."""
-        own, other = (self.test(task, name, schedule) for name in (optimizer, reference))
-        return own / other if math.isfinite(own) else math.inf
+        score, other = (self.test(task, name, schedule) for name in (optimizer, reference))
+        return score / other if math.isfinite(score) else math.inf
 
     def _mean(self, task: str, optimizer: str, schedule: str, split: str) -> float:
         runs = self._runs[task, optimizer, schedule]
@@ -74,7 +74,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """How an optimizer did on some tasks.
+    """The results of an optimizer on some tasks.
 
     Attributes:
         tasks: tasks with runs of it and of everything it is compared with.
@@ -176,17 +176,17 @@ def _standings(scores: Scores, halves: dict[str, list[str]], schedule: str) -> l
     ]
     for optimizer in SHOWN:
         for half, tasks in halves.items():
-            found = standing(scores, tasks, optimizer, schedule)
-            if not found.tasks:
+            result = standing(scores, tasks, optimizer, schedule)
+            if not result.tasks:
                 continue
             shares = [
-                f"{count} of {found.tasks} ({100 * count / found.tasks:.0f} %)"
-                for count in (found.better, found.near, found.ahead)
+                f"{count} of {result.tasks} ({100 * count / result.tasks:.0f} %)"
+                for count in (result.better, result.near, result.ahead)
             ]
             if optimizer in (BEST, MUON):  # not beside itself
                 shares[1 if optimizer == BEST else 2] = ""
-            diverged = f"{found.diverged} of {found.runs}"
-            cells = [NAMES[optimizer], half, diverged, *shares, f"{found.median:.2f}"]
+            diverged = f"{result.diverged} of {result.runs}"
+            cells = [NAMES[optimizer], half, diverged, *shares, f"{result.median:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -24,7 +24,7 @@ MEASUREMENTS = 10  # of validation, over a training
 
 
 class Key(NamedTuple):
-    """What tells runs apart."""
+    """The identity of a run."""
 
     task: str
     optimizer: str
@@ -44,7 +44,7 @@ def _adamw(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def _muon(model: nn.Module, **settings: Any) -> list[torch.optim.Optimizer]:
-    """Muon for hidden matrices; AdamW for embeddings, the output layer, vectors and kernels."""
+    """Build Muon for hidden matrices, and AdamW for all other parameters."""
     hidden = {
         id(param)
         for group in param_groups.split(model)
@@ -126,7 +126,9 @@ def train(key: Key, fraction: float = 1.0) -> Run:
         optimizers = [OPTIMIZERS[key.optimizer](module) for module in problem.modules]
         factor = SCHEDULES[key.schedule]
         schedulers = [
-            LambdaLR(opt, lambda step: factor(step / steps)) for own in optimizers for opt in own
+            LambdaLR(optimizer, lambda step: factor(step / steps))
+            for of_module in optimizers
+            for optimizer in of_module
         ]
 
         def update(loss: Tensor, module: int = 0) -> None:
@@ -188,24 +190,24 @@ def _train_or_explain(key: Key, fraction: float) -> Run:
 
 def read(path: Path) -> list[Run]:
     """Return the runs in a file, of those with the same key the last."""
-    return list({key_of(found): found for found in pool.read_lines(path)}.values())
+    return list({key_of(run): run for run in pool.read_lines(path)}.values())
 
 
-def key_of(found: Run) -> Key:
+def key_of(run: Run) -> Key:
     """Return what tells a run from the others."""
-    return Key(*(found[field] for field in Key._fields))
+    return Key(*(run[field] for field in Key._fields))
 
 
 def missing(keys: Iterable[Key], runs: Iterable[Run], fraction: float = 1.0) -> Iterator[Key]:
     """Yield the keys without a run, or with one that failed or had other settings or steps."""
-    done = {key_of(found): found for found in runs}
+    done = {key_of(run): run for run in runs}
     for key in keys:
-        found = done.get(key, {"error": "not run"})
+        run = done.get(key, {"error": "not run"})
         steps = max(1, round(fraction * TASKS[key.task].steps))
         if (
-            "error" in found
-            or found["settings"] != current_settings(key.optimizer)
-            or found["steps"] != steps
+            "error" in run
+            or run["settings"] != current_settings(key.optimizer)
+            or run["steps"] != steps
         ):
             yield key
 

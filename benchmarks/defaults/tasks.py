@@ -183,7 +183,7 @@ def _noisy(x: Tensor, random: torch.Generator, amount: float = 0.4) -> Tensor:
 
 @cache
 def _noisy_digits() -> dict[str, Batch]:
-    """Digits to train on as they are, the others four times each with noise."""
+    """Return digits for training as they are, and the others four times each with noise."""
     random, splits = generator(), dict(digits())
     for split in SPLITS[1:]:
         x, y = splits[split]
@@ -208,7 +208,7 @@ def _images() -> dict[str, Tensor]:
 
 @cache
 def _placed_digits() -> dict[str, Batch]:
-    """Digits to train on as they are, the others twice each on a canvas: noisy, label, clean."""
+    """Return digits on canvases, noisy, label, clean: those for training once, others twice."""
     random, splits = generator(), {}
     for split, (x, y) in digits().items():
         clean = place(x.repeat(2, 1), random)
@@ -332,8 +332,8 @@ def contrastive(seed: int) -> Problem:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         first, second = (F.normalize(model(view), dim=1) for view in batch[1:])
-        similar, own = first @ second.T / 0.1, torch.arange(len(first))
-        return (F.cross_entropy(similar, own) + F.cross_entropy(similar.T, own)) / 2
+        similar, matching = first @ second.T / 0.1, torch.arange(len(first))
+        return (F.cross_entropy(similar, matching) + F.cross_entropy(similar.T, matching)) / 2
 
     def measure(model: nn.Module, batch: Batch) -> Tensor:
         parts = zip(*(view.split(count) for view in batch), strict=True)
@@ -521,9 +521,9 @@ def _communities() -> tuple[Tensor, dict[str, Batch]]:
     """Return a normalised adjacency matrix, and per split: nodes, features of all, labels."""
     random, nodes, classes = generator(), 1200, 6
     label = torch.randint(classes, (nodes,), generator=random)
-    chance = torch.where(label[:, None] == label, 0.025, 0.004)
+    edge_probability = torch.where(label[:, None] == label, 0.025, 0.004)
     edges = torch.rand(nodes, nodes, generator=random).triu(1)
-    edges = ((edges > 0) & (edges < chance)).float()
+    edges = ((edges > 0) & (edges < edge_probability)).float()
     edges = edges + edges.T + torch.eye(nodes)
     scale = edges.sum(1).rsqrt()
     centres = torch.randn(classes, 32, generator=random)

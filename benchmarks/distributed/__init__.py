@@ -1,1 +1,1 @@
-"""Training on several processes: step time, bytes on the wire, overlap; many nodes on paper."""
+"""Training on several processes: step time, bytes on the wire, overlap; a model of many nodes."""

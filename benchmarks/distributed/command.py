@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.distributed.measure import Plan, measure
+from benchmarks.distributed.measure import MeasurementPlan, measure
 from benchmarks.distributed.processes import start
 from benchmarks.distributed.training import MODELS
 
@@ -29,7 +29,7 @@ COLUMNS = [
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure each number of processes; save after each."""
-    plan = Plan(args.model, args.steps, args.repeats, SIZES, args.seed)
+    plan = MeasurementPlan(args.model, args.steps, args.repeats, SIZES, args.seed)
     config = {**plan._asdict(), "size": MODELS[args.model]._asdict(), "dtype": "float32"}
     result: dict[str, Any] = {
         "config": {**config, "backend": "gloo", "threads_per_process": 1},
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """The rows of one number of processes as plain text."""
+    """Return the rows of one number of processes as plain text."""
     lines = [COLUMNS]
     for row in measured["rows"]:
         wire = row["wire_bytes"]

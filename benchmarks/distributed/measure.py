@@ -1,4 +1,4 @@
-"""What every rank does: train the rows in turn, count bytes, time all-reduces."""
+"""The work of every rank: train the rows in turn, count bytes, time all-reduces."""
 
 import statistics
 import time
@@ -13,13 +13,13 @@ from benchmarks.distributed.training import MODELS, REFERENCE, ROWS, Row, Traini
 from benchmarks.step import interquartile_range, rounded
 from benchmarks.stopwatch import state_bytes
 
-__all__ = ["Plan", "measure"]
+__all__ = ["MeasurementPlan", "measure"]
 
 TRACED = [REFERENCE, "torchpisa SISA, attach"]
 
 
-class Plan(NamedTuple):
-    """What to measure.
+class MeasurementPlan(NamedTuple):
+    """The extent of a measurement.
 
     Attributes:
         model: one of `MODELS`.
@@ -44,8 +44,8 @@ class _Turn(NamedTuple):
     wire_bytes: float | None
 
 
-def measure(plan: Plan) -> dict[str, Any]:
-    """The part of the result that belongs to this number of processes; on all ranks."""
+def measure(plan: MeasurementPlan) -> dict[str, Any]:
+    """Return the part of the result for this number of processes; called on all ranks."""
     trainings = {row.name: Training(row, MODELS[plan.model], plan.seed) for row in ROWS}
     for row in ROWS:  # DDP forms its buckets anew after the first step
         for _ in range(3 * row.period):
@@ -69,7 +69,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def _turn(training: Training, row: Row, steps: int) -> _Turn:
-    """One step unmeasured, or a round, so that the caches are this row's; then some together."""
+    """Measure some steps of a row, after one unmeasured round that warms up its caches."""
     for _ in range(row.period):
         training.step()
     steps = -(-steps // row.period) * row.period
@@ -89,7 +89,7 @@ def _turn(training: Training, row: Row, steps: int) -> _Turn:
 
 
 def _sent_bytes() -> int | None:
-    """What this host has sent to itself so far, headers included."""
+    """Return the bytes that this host has sent to itself so far, headers included."""
     counter = LOOPBACK / "statistics" / "tx_bytes"
     return int(counter.read_text()) if counter.exists() else None
 
@@ -111,7 +111,7 @@ def _describe(row: Row, training: Training, turns: dict[str, list[_Turn]]) -> di
         "samples_ms": [rounded(sample) for sample in samples],
         "ratio_of_medians": rounded(statistics.median(samples) / statistics.median(beside)),
         "median_of_ratios": rounded(
-            statistics.median(own / other for own, other in zip(samples, beside, strict=True))
+            statistics.median(sample / other for sample, other in zip(samples, beside, strict=True))
         ),
         "cpu_ms": rounded(statistics.median(turn.cpu_ms for turn in turns[row.name])),
         "handed_bytes": sum(handed) / row.period,
@@ -122,26 +122,26 @@ def _describe(row: Row, training: Training, turns: dict[str, list[_Turn]]) -> di
 
 
 def _trace(training: Training, tries: int = 5) -> overlap.Timeline:
-    """Of some steps the one of median length, as the first rank saw it."""
+    """Return the step of median length of several, as the first rank saw it."""
     for _ in range(2):
         training.step()
-    found = [overlap.timeline(overlap.profiled(training, 1)) for _ in range(tries)]
-    return sorted(found, key=lambda times: times["total"])[tries // 2]
+    timelines = [overlap.timeline(overlap.profiled(training, 1)) for _ in range(tries)]
+    return sorted(timelines, key=lambda times: times["total"])[tries // 2]
 
 
 def _all_reduces(sizes: list[int], turns: int = 7) -> dict[str, Any]:
-    """Median seconds of an all-reduce of each size, and the line through them."""
+    """Return the median seconds of an all-reduce of each size, and the line through them."""
     tensors = [torch.zeros(size // 4) for size in sizes]
     samples: list[list[float]] = [[] for _ in sizes]
     for _ in range(turns + 1):
-        for tensor, own in zip(tensors, samples, strict=True):
+        for tensor, times in zip(tensors, samples, strict=True):
             calls = 50 if tensor.numel() < 2**14 else 5 if tensor.numel() < 2**20 else 1
             distributed.barrier()
             start = time.perf_counter()
             for _ in range(calls):
                 distributed.all_reduce(tensor)
-            own.append((time.perf_counter() - start) / calls)
-    seconds = [statistics.median(own[1:]) for own in samples]  # the first were to warm up
+            times.append((time.perf_counter() - start) / calls)
+    seconds = [statistics.median(times[1:]) for times in samples]  # the first were to warm up
     latency, per_byte = fit(sizes, seconds)
     processes = distributed.get_world_size()
     hops = 2 * (processes - 1)
@@ -161,11 +161,12 @@ def _all_reduces(sizes: list[int], turns: int = 7) -> dict[str, Any]:
 
 
 def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """Seconds, and seconds per byte, with the least squares of relative errors."""
+    """Return seconds, and seconds per byte, by least squares of relative errors."""
     times = torch.tensor(seconds, dtype=torch.float64)
     columns = torch.stack([torch.ones_like(times), torch.tensor(sizes).double()], 1)
-    found = torch.linalg.lstsq(columns / times[:, None], torch.ones_like(times)[:, None]).solution
-    latency, per_byte = found.flatten().tolist()
+    ones = torch.ones_like(times)[:, None]
+    solution = torch.linalg.lstsq(columns / times[:, None], ones).solution
+    latency, per_byte = solution.flatten().tolist()
     return latency, per_byte
 
 

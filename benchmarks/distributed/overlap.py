@@ -1,4 +1,4 @@
-"""What happens when in a step, from a profile of it: who computes, waits and sends."""
+"""The timeline of a step, from a profile of it: who computes, waits and sends."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +19,7 @@ PAUSE_MS = 0.2
 
 
 def profiled(training: Training, steps: int) -> list[Any]:
-    """The events of some steps."""
+    """Return the events of some steps."""
     with quiet(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         for _ in range(steps):
             training.step()
@@ -27,9 +27,9 @@ def profiled(training: Training, steps: int) -> list[Any]:
 
 
 def collectives(events: Iterable[Any]) -> list[int]:
-    """Bytes that were handed to each collective, in the order in which they were started."""
-    found = sorted((e for e in events if e.name().startswith("gloo:")), key=lambda e: e.start_ns())
-    return [_bytes(event) for event in found]
+    """Return the bytes that were handed to each collective, in the order of their starts."""
+    calls = [event for event in events if event.name().startswith("gloo:")]
+    return [_bytes(event) for event in sorted(calls, key=lambda event: event.start_ns())]
 
 
 def _bytes(event: Any) -> int:
@@ -43,7 +43,7 @@ def _bytes(event: Any) -> int:
 
 
 def timeline(events: list[Any]) -> Timeline:
-    """Spans in milliseconds from the start of one step.
+    """Return spans in milliseconds from the start of one step.
 
     An all-reduce is called, and begins once one of gloo's threads is free; first come, first
     served. The thread that trains waits where it does nothing, after the last gradient, although
@@ -90,13 +90,13 @@ def timeline(events: list[Any]) -> Timeline:
 
 
 def waited_ms(times: Timeline) -> tuple[float, float]:
-    """Milliseconds with an all-reduce under way, and those of them that the trainer waited."""
+    """Return milliseconds with an all-reduce under way, and those in which the trainer waited."""
     flights = union((flight["called"], flight["done"]) for flight in times["all_reduces"])
     return length(flights), length(within(times["waiting"], flights))
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time, in spans that do not meet."""
+    """Return the same time in spans that do not overlap."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -107,7 +107,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def without(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """What is left of `spans` outside of `others`."""
+    """Return the parts of `spans` outside of `others`."""
     left = union(spans)
     for start, end in union(others):
         left = [
@@ -120,13 +120,13 @@ def without(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
 
 
 def within(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """What `spans` and `others` have in common."""
+    """Return the parts of `spans` inside of `others`."""
     spans = list(spans)
     return without(spans, without(spans, others))
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Time that some span covers."""
+    """Return the time that the spans cover."""
     return sum(end - start for start, end in union(spans))
 
 
@@ -136,7 +136,7 @@ def _span(event: Any, zero: int) -> Span:
 
 
 def _rounded(value: Any) -> Any:
-    """To microseconds."""
+    """Round to microseconds."""
     if isinstance(value, float):
         return round(value, 3)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Processes that talk over gloo, one thread each; none is left behind."""
+"""Processes that communicate over gloo, one thread each; none is left behind."""
 
 import json
 import os
@@ -22,7 +22,7 @@ TIMEOUT = timedelta(minutes=2)
 
 
 def start(work: Callable[..., Any], processes: int, *args: object) -> Any:
-    """`work(*args)` on every rank of a process group; what the first rank returns.
+    """Run `work(*args)` on every rank of a process group and return the first rank's result.
 
     Args:
         work: a function of a module, since it is sent by name. What it returns becomes JSON.
@@ -30,8 +30,8 @@ def start(work: Callable[..., Any], processes: int, *args: object) -> Any:
         *args: pickled.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = (processes, folder, work, args)
-        context = start_processes(_main, given, processes, join=False, daemon=True)
+        arguments = (processes, folder, work, args)
+        context = start_processes(_main, arguments, processes, join=False, daemon=True)
         try:
             while not context.join():  # raises what a rank has raised
                 pass
@@ -64,7 +64,7 @@ def _main(
 
 
 def _end_with_parent() -> None:
-    """However the parent ends: a signal may leave it no time to end its children."""
+    """End this process with its parent, which a signal may leave no time to end its children."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])

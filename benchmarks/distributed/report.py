@@ -26,7 +26,7 @@ Result = dict[str, Any]
 
 
 def measured(result: Result, picture: str) -> str:
-    """What was measured, as Markdown."""
+    """Return the measurements as Markdown."""
     config, hardware = result["config"], result["hardware"]
     size = config["size"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -82,7 +82,7 @@ def _rows(run: Result) -> str:
 
 
 def _line(run: Result) -> str:
-    """The latency and the speed of this host's loopback."""
+    """Return the latency and the speed of this host's loopback as text."""
     sums = run["all_reduce"]
     low, high = sums["bytes"][0], sums["bytes"][-1]
     return (
@@ -94,7 +94,7 @@ def _line(run: Result) -> str:
 
 
 def on_paper() -> str:
-    """What the model says of many nodes, as Markdown: nothing in it was measured."""
+    """Return the model's predictions for many nodes as Markdown; none of it was measured."""
     accelerator = scaling.ACCELERATOR
     parts = [
         f"Assumed: {accelerator.flop_per_s / 1e12:.0f} TFLOP/s per rank, one rank per node, "
@@ -134,7 +134,7 @@ def _cell(
 
 
 def draw(run: Result, path: Path) -> None:
-    """One panel per way to train, one lane per kind of work."""
+    """Draw one panel per way to train, with one lane per kind of work."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -154,7 +154,7 @@ def draw(run: Result, path: Path) -> None:
 
 
 def _lanes(times: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """For each lane with something on it its label and its colour; all-reduces come last."""
+    """Return label and colour of each lane that is used; all-reduces come last."""
     ours = times["name"].startswith("torchpisa")
     lanes = {
         "forward": ("forward", OTHERS),
@@ -168,7 +168,7 @@ def _lanes(times: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def panel(axes: Any, times: dict[str, Any]) -> None:
-    """The lanes of one step."""
+    """Draw the lanes of one step."""
     lanes = _lanes(times)
     for place, (name, (_, colour)) in enumerate(lanes.items()):
         if name != "all_reduces":
@@ -196,7 +196,7 @@ def _bars(axes: Any, spans: Sequence[Span], place: float, height: float = 0.7, *
 
 
 def _tracks(flights: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """How far from the middle of its lane each all-reduce is drawn: there are two at a time."""
+    """Return offsets from the middle of the lane for all-reduces, which run two at a time."""
     busy_until = 0.0
     for flight in flights:
         above = busy_until <= flight["begun"]

@@ -1,4 +1,4 @@
-"""Many nodes on paper: what a step takes if all-reduces are rings over links of some speed.
+"""A model of many nodes: the time of a step if all-reduces are rings over links of some speed.
 
 One rank per node. The gradients of a backward pass become ready one after the other, spread over
 its time by their sizes, and cross the network in DDP's buckets, one all-reduce at a time. What is
@@ -32,7 +32,7 @@ class Network(NamedTuple):
 
 
 class Accelerator(NamedTuple):
-    """What a node computes with, and on how much."""
+    """The accelerator of a node, and the work it does."""
 
     flop_per_s: float
     tokens: int
@@ -47,30 +47,30 @@ ACCELERATOR = Accelerator(flop_per_s=200e12, tokens=16 * 1024)
 
 
 def all_reduce_s(nodes: int, size: float, network: Network) -> float:
-    """Seconds to add up `size` bytes over a ring: everybody sends 2 (n - 1) pieces of size / n."""
+    """Return the seconds to sum `size` bytes over a ring, with 2 (n - 1) messages of size / n."""
     hops = 2 * math.log2(nodes) if network.tree else 2 * (nodes - 1)
     return hops * network.latency_s + 2 * (nodes - 1) / nodes * size * network.s_per_byte
 
 
 def buckets(model: str) -> list[int]:
-    """Parameters in each bucket, in the order in which they become ready."""
-    found, count = [], 0
+    """Return the parameters in each bucket, in the order in which they become ready."""
+    full, count = [], 0
     for shape in reversed(MODELS[model]()):
         count += math.prod(shape.size)
-        if 4 * count >= (BUCKET if found else FIRST_BUCKET):
-            found.append(count)
+        if 4 * count >= (BUCKET if full else FIRST_BUCKET):
+            full.append(count)
             count = 0
-    return [*found, count] if count else found
+    return [*full, count] if count else full
 
 
 def compute_s(model: str, accelerator: Accelerator = ACCELERATOR) -> tuple[float, float]:
-    """Seconds of a forward and of a backward pass: 2 and 4 operations per parameter and token."""
+    """Return the seconds of forward and backward: 2 and 4 operations per parameter and token."""
     once = 2 * parameters(MODELS[model]()) * accelerator.tokens / accelerator.flop_per_s
     return once, 2 * once
 
 
 def exposed_s(sizes: Sequence[float], backward_s: float, nodes: int, network: Network) -> float:
-    """Seconds from the end of the backward pass until the last bucket has arrived."""
+    """Return the seconds from the end of the backward pass until the last bucket has arrived."""
     ready = done = 0.0
     for size in sizes:
         ready += backward_s * size / sum(sizes)
@@ -88,7 +88,7 @@ def step_s(
     batches: int = 1,
     accelerator: Accelerator = ACCELERATOR,
 ) -> float:
-    """Seconds per backward pass.
+    """Return the seconds per backward pass.
 
     Args:
         model: one of `shapes.MODELS`.

@@ -1,4 +1,4 @@
-"""What is trained side by side: one model for each row, and what steps it."""
+"""The rows that are trained side by side: one model each, and its optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Row:
 
 
 class Training:
-    """A row at work on one rank, always on the same random batch, another one on each rank."""
+    """A row in training on one rank, always on the same random batch, a different one per rank."""
 
     def __init__(self, row: Row, size: Size, seed: int) -> None:
         torch.manual_seed(seed)  # the same weights everywhere
@@ -73,7 +73,7 @@ class Training:
         self._inputs, self._targets = text[:, :-1], text[:, 1:].flatten()
 
     def step(self) -> None:
-        """Forward, backward, step."""
+        """Do a forward pass, a backward pass and a step."""
         with record_function(FORWARD):
             loss = F.cross_entropy(self.model(self._inputs).flatten(0, 1), self._targets)
         with record_function(BACKWARD):

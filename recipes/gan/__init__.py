@@ -2,7 +2,7 @@
 
 from recipes.gan.config import PRESETS, plan
 from recipes.gan.results import check, condense, draw, report
-from recipes.gan.run import lacks, ready, run
+from recipes.gan.run import missing_requirement, require_data, run
 from recipes.recipe import Recipe
 
 __all__ = ["RECIPE"]
@@ -14,12 +14,10 @@ RECIPE = Recipe(
     run=run,
     check=check,
     draw=draw,
-    takes=("device", "data", "checkpoints", "samples", "inception"),
-    ready=ready,
-    lacks=lacks,
-    depends=lambda config: {},  # the settings of a run say all
+    options=("device", "data", "checkpoints", "samples", "inception"),
+    require_data=require_data,
+    missing_requirement=missing_requirement,
     condense=condense,
     report=report,
-    partial=True,
     length=lambda settings: settings.epochs,
 )

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.optimizers import Choice
-from recipes.rows import ROWS
+from recipes.paper_table import PAPER_TABLE
+from recipes.recipe import shared_settings
 
 __all__ = ["KINDS", "PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 
@@ -20,17 +21,17 @@ BASELINES: dict[str, dict[str, Any]] = {
 
 
 def choices(kind: str, names: Sequence[str]) -> tuple[Choice, ...]:
-    """The optimizers by name, both networks': "sisa" is the paper's row, MISA has its defaults."""
-    row = ROWS[f"gan/{kind}"]
-    made = []
+    """Return the optimizers of both networks: "sisa" with the paper's row, MISA with defaults."""
+    row = PAPER_TABLE[f"gan/{kind}"]
+    chosen = []
     for name in names:
         if name == "sisa":
-            made.append(Choice("sisa", row.options(), row.batches))
+            chosen.append(Choice("sisa", row.options(), row.batches))
         elif name == "sisa_defaults":
-            made.append(Choice("sisa", label=name))
+            chosen.append(Choice("sisa", label=name))
         else:
-            made.append(Choice(name, BASELINES.get(name, {})))
-    return tuple(made)
+            chosen.append(Choice(name, BASELINES.get(name, {})))
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         tasks: in the order in which they are run.
@@ -107,7 +108,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on. For the fields see `Config`."""
+    """The settings of one run: everything that its result depends on; see `Config`."""
 
     kind: str
     choice: Choice
@@ -136,15 +137,11 @@ class Settings:
         return f"{self.kind}_{self.choice.label}_e{self.epochs}_seed{self.seed}"
 
 
-SHARED = ("epochs", "features", "fid_every", "fid_images", "last_images", "pixels", "width")
-SHARED += ("batch", "critic_rounds", "precision", "limit", "fallback")
-
-
 def plan(config: Config) -> dict[str, Settings]:
-    """All runs by name, seed by seed, so that few are comparable already."""
-    shared = {name: getattr(config, name) for name in SHARED}
+    """Return all runs by name, seed by seed, so that the first ones can be compared already."""
+    shared = shared_settings(config, Settings)
     runs = [
-        Settings(kind=task.kind, choice=choice, seed=seed, **shared)
+        Settings(**{**shared, "kind": task.kind, "choice": choice, "seed": seed})
         for seed in range(config.seed, config.seed + config.seeds)
         for task in config.tasks
         for choice in choices(task.kind, task.names)

@@ -1,4 +1,4 @@
-"""Fréchet distances by torchmetrics, on the features of a network that is part of their name.
+"""Fréchet distances by torchmetrics, on the features of a network, which is part of their name.
 
 A distance says something only beside others on the same features: the paper's are on Inception's.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["EfficientNetLite0", "Pixels", "distance", "lacks", "measure"]
+__all__ = ["EfficientNetLite0", "Pixels", "distance", "make_metric", "missing_requirement"]
 
 PIXELS = 128  # of the sides of a picture that EfficientNet looks at
 BATCH = 500
@@ -49,7 +49,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """Expand, convolve each channel, project; beside the input where the shapes allow it."""
+    """An inverted bottleneck: expand, convolve each channel, project; a skip if shapes allow."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, stride: int, size: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class EfficientNetLite0(nn.Module):
                 channels = outputs
         self.blocks = nn.ModuleList(blocks)
         self.head = Convolution(channels, self.num_features)
-        self.load_state_dict(renamed(weights))
+        self.load_state_dict(translate_names(weights))
         self.eval().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ class EfficientNetLite0(nn.Module):
         return F.relu6(self.head(x)).mean((2, 3))
 
 
-def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The package's names as those of the modules here; the classifier is left out."""
+def translate_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the package's weights under the names of the modules here, without the classifier."""
     names = {
         **{"_conv_stem.": "stem.conv.", "_bn0.": "stem.norm."},
         **{"_conv_head.": "head.conv.", "_bn1.": "head.norm."},
@@ -107,7 +107,7 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         **{"_depthwise_conv.": "depthwise.conv.", "_bn1.": "depthwise.norm."},
         **{"_project_conv.": "project.conv.", "_bn2.": "project.norm."},
     }
-    found = {}
+    translated = {}
     for key, value in weights.items():
         if key.startswith("_fc."):
             continue
@@ -117,8 +117,8 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             table, prefix, rest = names, "", key
         old = next(name for name in table if rest.startswith(name))
-        found[prefix + table[old] + rest[len(old) :]] = value
-    return found
+        translated[prefix + table[old] + rest[len(old) :]] = value
+    return translated
 
 
 class Pixels(nn.Module):
@@ -130,8 +130,8 @@ class Pixels(nn.Module):
         return F.adaptive_avg_pool2d(images.float() / 255, 8).flatten(1)
 
 
-def lacks(name: str) -> str | None:
-    """What this machine lacks for a feature network, if anything."""
+def missing_requirement(name: str) -> str | None:
+    """Return what this machine lacks for a feature network, or None."""
     if importlib.util.find_spec("torchmetrics") is None:
         return "the distance needs torchmetrics: pip install 'torchpisa[recipes]'"
     if name == "efficientnet_lite0" and importlib.util.find_spec(PACKAGE) is None:
@@ -142,7 +142,7 @@ def lacks(name: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=1)  # with the statistics of the real images
-def measure(name: str, device: str, weights: str | None = None) -> Any:
+def make_metric(name: str, device: str, weights: str | None = None) -> Any:
     """Return torchmetrics' Fréchet distance on the features of a network.
 
     Args:
@@ -181,10 +181,10 @@ def measure(name: str, device: str, weights: str | None = None) -> Any:
 
 @torch.no_grad()
 def distance(metric: Any, real: Tensor, fake: Tensor) -> float:
-    """The distance of two sets of images.
+    """Return the distance of two sets of images.
 
     Args:
-        metric: of `measure`; it keeps the statistics of the real images.
+        metric: of `make_metric`; it keeps the statistics of the real images.
         real: uint8, (N, 3, S, S), the same images every time.
         fake: likewise.
     """
@@ -194,7 +194,7 @@ def distance(metric: Any, real: Tensor, fake: Tensor) -> float:
             metric.update(images, real=True)
     for images in fake.split(BATCH):
         metric.update(images, real=False)
-    value = metric.cpu().compute().item()  # of matrices whose eigenvalues not every GPU finds
+    value = metric.cpu().compute().item()  # not every GPU can compute the eigenvalues it needs
     metric.to(device)
     metric.reset()
     return value

@@ -9,7 +9,7 @@ NOISE = 100  # numbers that a picture is made from
 
 
 def generator(pixels: int, width: int) -> nn.Module:
-    """Transposed convolutions from 1 x 1 to a square whose side is a power of 2, in [-1, 1]."""
+    """Build transposed convolutions from 1 x 1 to a square of a power of 2, in [-1, 1]."""
     channels = width * pixels // 8
     layers: list[nn.Module] = [nn.ConvTranspose2d(NOISE, channels, 4, 1, 0, bias=False)]
     size = 4
@@ -55,12 +55,12 @@ def build(pixels: int, width: int, squash: bool, seed: int) -> tuple[nn.Module, 
     """Build generator and critic with weights that the seed gives, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = generator(pixels, width), Critic(pixels, width, squash)
-        for model in made:
+        models = generator(pixels, width), Critic(pixels, width, squash)
+        for model in models:
             for module in model.modules():
                 if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
                     nn.init.normal_(module.weight, 0.0, 0.02)
                 elif isinstance(module, nn.BatchNorm2d):
                     nn.init.normal_(module.weight, 1.0, 0.02)
                     nn.init.zeros_(module.bias)
-        return made
+        return models

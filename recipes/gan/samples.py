@@ -1,4 +1,4 @@
-"""Put saved pictures of several runs into one: a row per kind of GAN, a column per optimizer.
+"""Combine saved pictures of several runs: a row per kind of GAN, a column per optimizer.
 
 python -m recipes.gan.samples runs/short/samples docs/results/gan_samples.jpg
 """
@@ -7,9 +7,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.curves import title
+from recipes.curves import display_name
 from recipes.gan.config import KINDS, PRESETS, plan
-from recipes.style import look
+from recipes.style import figure_style
 
 __all__ = ["main"]
 
@@ -24,25 +24,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", choices=list(PRESETS), default="short")
     args = parser.parse_args(argv)
     config = PRESETS[args.preset]
-    found = {
+    pictures = {
         (run.kind, run.choice.label): args.folder / f"{name}.png"
         for name, run in plan(config).items()
         if run.seed == config.seed and (args.folder / f"{name}.png").is_file()
     }
-    if not found:
+    if not pictures:
         parser.error(f"folder must hold pictures of the preset's first seed, got {args.folder}")
-    kinds = list(dict.fromkeys(kind for kind, _ in found))
-    labels = list(dict.fromkeys(label for _, label in found))
-    with look("samples"):
+    kinds = list(dict.fromkeys(kind for kind, _ in pictures))
+    labels = list(dict.fromkeys(label for _, label in pictures))
+    with figure_style("samples"):
         figure = Figure((2.4 * len(labels), 2.6 * len(kinds)), layout="constrained")
         grid = figure.subplots(len(kinds), len(labels), squeeze=False)
         for row, kind in zip(grid, kinds, strict=True):
             for axes, label in zip(row, labels, strict=True):
                 axes.axis("off")
-                if (kind, label) in found:
-                    with Image.open(found[kind, label]) as picture:
+                if (kind, label) in pictures:
+                    with Image.open(pictures[kind, label]) as picture:
                         axes.imshow(picture)
-                    axes.set_title(f"{KINDS[kind]}, {title(label)}", fontsize=8)
+                    axes.set_title(f"{KINDS[kind]}, {display_name(label)}", fontsize=8)
         figure.savefig(args.picture, dpi=130)
     print(args.picture)
 

@@ -4,7 +4,7 @@ from recipes.heterogeneity.check import check
 from recipes.heterogeneity.config import PRESETS, plan
 from recipes.heterogeneity.figure import draw
 from recipes.heterogeneity.report import report
-from recipes.heterogeneity.run import condense, ready, run
+from recipes.heterogeneity.run import condense, require_data, run
 from recipes.recipe import Recipe
 
 __all__ = ["RECIPE"]
@@ -16,10 +16,8 @@ RECIPE = Recipe(
     run=run,
     check=check,
     draw=draw,
-    takes=("device", "data"),
-    ready=ready,
-    depends=lambda config: {},  # the settings of a run say all
+    options=("device", "data"),
+    require_data=require_data,
     condense=condense,
     report=report,
-    partial=True,
 )

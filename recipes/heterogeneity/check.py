@@ -1,4 +1,4 @@
-"""The statements of Table 2 and its section, held against the results.
+"""The statements of Table 2 and its section, compared with the results.
 
 The paper's statements compare accuracies of the best round, as its script does; ours, "not in the
 paper", those of the last round. All are means over the seeds. A cell with a missing run makes no
@@ -14,24 +14,24 @@ from recipes.recipe import Check, Results
 
 __all__ = ["check"]
 
-LAST_ROUND = 97.5  # what MNIST with one label per client is expected to end with, here
-SOON = 150  # rounds
-LEARNS = 90.0  # what shows that the preset `quick` works
+LAST_ROUND_ACCURACY = 97.5  # what MNIST with one label per client is expected to end with, here
+EARLY_ROUNDS = 150  # rounds
+QUICK_ACCURACY = 90.0  # what shows that the preset `quick` works
 
 
 def check(results: Results) -> list[Check]:
-    """All statements about what there is."""
+    """Check all statements for which there are runs."""
     return [
-        statement for cell, row in cells(results).items() for statement in about_cell(cell, row)
+        statement for cell, row in cells(results).items() for statement in check_cell(cell, row)
     ]
 
 
-def about_cell(cell: Cell, row: dict[str, Summary]) -> Iterator[Check]:
+def check_cell(cell: Cell, row: dict[str, Summary]) -> Iterator[Check]:
     paper = TABLE.get(cell)
     if paper is None:
         # Not the paper's data, so none of its statements.
         if "sisa" in row:
-            yield from about_other_data(cell, row["sisa"])
+            yield from check_other_data(cell, row["sisa"])
         return
     if "sisa" in row:
         best = row["sisa"].best
@@ -42,61 +42,61 @@ def about_cell(cell: Cell, row: dict[str, Summary]) -> Iterator[Check]:
             best.mean >= paper["sisa"],
         )
     beaten = [name for name in BASELINES if paper[name] < paper["sisa"]]
-    yield from above(cell, row, "sisa", beaten, "best", "SISA is above")
+    yield from check_above(cell, row, "sisa", beaten, "best", "SISA is above")
     if not set(BASELINES) - set(row):
         yield Check(
             cell_title(cell),
-            "baselines reach " + listed({name: f"{paper[name]:.2f}" for name in BASELINES}),
-            listed({name: f"{row[name].best}" for name in BASELINES}),
+            "baselines reach " + join_values({name: f"{paper[name]:.2f}" for name in BASELINES}),
+            join_values({name: f"{row[name].best}" for name in BASELINES}),
             all(row[name].best.mean >= paper[name] for name in BASELINES),
         )
     ours = "(not in the paper) in the last round MISA is above"
-    yield from above(cell, row, "misa", list(BASELINES), "last", ours)
+    yield from check_above(cell, row, "misa", list(BASELINES), "last", ours)
     if cell == ("mnist", 1) and "sisa" in row:
-        yield from about_one_label(cell, row["sisa"], paper["sisa"])
+        yield from check_one_label(cell, row["sisa"], paper["sisa"])
 
 
-def above(
+def check_above(
     cell: Cell, row: dict[str, Summary], name: str, others: list[str], column: str, claim: str
 ) -> Iterator[Check]:
-    """State that an algorithm beats all others by the mean of `column`, `best` or `last`."""
+    """Check that an algorithm beats all others by the mean of `column`, `best` or `last`."""
     if {name, *others} - set(row):
         return
-    found = {each: row[each].spread(column) for each in (name, *others)}
-    rest = listed({other: f"{found[other]}" for other in others})
+    spreads = {algorithm: row[algorithm].spread(column) for algorithm in (name, *others)}
+    rest = join_values({other: f"{spreads[other]}" for other in others})
     yield Check(
         cell_title(cell),
         f"{claim} {', '.join(ALGORITHMS[other] for other in others)}",
-        f"{ALGORITHMS[name]} {found[name]}; {rest}",
-        all(found[name].mean > found[other].mean for other in others),
+        f"{ALGORITHMS[name]} {spreads[name]}; {rest}",
+        all(spreads[name].mean > spreads[other].mean for other in others),
     )
 
 
-def about_other_data(cell: Cell, sisa: Summary) -> Iterator[Check]:
+def check_other_data(cell: Cell, sisa: Summary) -> Iterator[Check]:
     yield Check(
         cell_title(cell),
-        f"(not in the paper) SISA has {LEARNS:g} % in the last round",
+        f"(not in the paper) SISA has {QUICK_ACCURACY:g} % in the last round",
         f"{sisa.last} %",
-        sisa.last.mean >= LEARNS,
+        sisa.last.mean >= QUICK_ACCURACY,
     )
 
 
-def about_one_label(cell: Cell, sisa: Summary, goal: float) -> Iterator[Check]:
+def check_one_label(cell: Cell, sisa: Summary, goal: float) -> Iterator[Check]:
     last = sisa.last
     yield Check(
         cell_title(cell),
-        f"(not in the paper) SISA has {LAST_ROUND} % in the last round",
+        f"(not in the paper) SISA has {LAST_ROUND_ACCURACY} % in the last round",
         f"{last} %",
-        last.mean >= LAST_ROUND,
+        last.mean >= LAST_ROUND_ACCURACY,
     )
-    late = [run for run in sisa.runs if run["reached"] is None or run["reached"] > SOON]
+    late = [run for run in sisa.runs if run["reached"] is None or run["reached"] > EARLY_ROUNDS]
     yield Check(
         cell_title(cell),
-        f"(not in the paper) SISA has {goal} % within {SOON} rounds, with every seed",
+        f"(not in the paper) SISA has {goal} % within {EARLY_ROUNDS} rounds, with every seed",
         f"after {', '.join(map(str, sisa.reached)) or 'no'} rounds",
         not late,
     )
 
 
-def listed(values: dict[str, str]) -> str:
+def join_values(values: dict[str, str]) -> str:
     return ", ".join(f"{ALGORITHMS[name]} {value}" for name, value in values.items())

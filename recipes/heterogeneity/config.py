@@ -35,7 +35,7 @@ CLIENTS = {"adult": 4}  # everywhere else 10
 
 @dataclass(frozen=True)
 class Choice:
-    """How an algorithm is set for a data set.
+    """The settings of an algorithm for a data set.
 
     Attributes:
         options: of its class in `torchpisa.federated`.
@@ -82,18 +82,18 @@ TUNING = Path(__file__).with_name("tuning.json")
 
 
 def choice(dataset: str, labels: int, algorithm: str) -> Choice:
-    """The settings of a run's algorithm: the best trial on validation data, if there were any."""
+    """Return the settings of an algorithm: the best trial on validation data, if there were any."""
     return tuned().get((dataset, labels, algorithm), CHOICES[dataset][algorithm])
 
 
 def tuning() -> list[dict[str, Any]]:
-    """Every trial of tune.py and what it chose, a dictionary per cell and algorithm."""
+    """Return all trials of tune.py and its choices, a dictionary per cell and algorithm."""
     return json.loads(TUNING.read_text(encoding="utf-8")) if TUNING.exists() else []
 
 
 @functools.cache
 def tuned() -> dict[tuple[str, int, str], Choice]:
-    """What tune.py chose, for each cell of the table and algorithm."""
+    """Return the choices of tune.py by cell and algorithm."""
     return {
         (entry["dataset"], entry["labels"], entry["algorithm"]): Choice(
             **{name: entry["chosen"][name] for name in ("options", "epochs", "batch_size")}
@@ -104,7 +104,7 @@ def tuned() -> dict[tuple[str, int, str], Choice]:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         cells: data set and labels per client.
@@ -142,7 +142,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on.
+    """The settings of one run: everything that its result depends on.
 
     Attributes:
         validation: train without the validation split and evaluate on it, for choosing settings.
@@ -171,7 +171,7 @@ class Settings:
 def settings(
     dataset: str, labels: int, algorithm: str, chosen: Choice, config: Config, **others: Any
 ) -> Settings:
-    """A run of an algorithm as chosen."""
+    """Return the settings of a run of an algorithm as chosen."""
     return Settings(
         dataset=dataset,
         labels=labels,
@@ -187,7 +187,7 @@ def settings(
 
 
 def plan(config: Config) -> dict[str, Settings]:
-    """All runs by name. Seed after seed, so that an early end leaves whole tables."""
+    """Return all runs by name, seed by seed, so that an early end leaves complete tables."""
     rows = [(*cell, algorithm) for cell in config.cells for algorithm in config.algorithms]
     runs = [
         settings(*row, choice(*row), config, seed=seed)

@@ -7,32 +7,35 @@ from recipes.heterogeneity.cells import Cell, Summary, cell_title, cells
 from recipes.heterogeneity.config import ALGORITHMS
 from recipes.heterogeneity.paper import target
 from recipes.recipe import Results
-from recipes.style import COLOURS, DASHES, INK, look
+from recipes.style import COLOURS, DASHES, INK, figure_style
 
 __all__ = ["draw"]
 
-# SISA and MISA are to be found at a glance; lines differ in more than their colour.
-LINES = ["-", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (5, 2, 1, 2)), "-", (0, (8, 1))]
-OWN_COLOURS = [*COLOURS, INK]
+# SISA and MISA stand out; lines differ in more than their colour.
+LINE_STYLES = ["-", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (5, 2, 1, 2)), "-"]
+LINE_STYLES += [(0, (8, 1))]
+LINE_COLOURS = [*COLOURS, INK]
 WIDTHS = [1.2, 1.2, 1.4, 1.2, 1.2, 2.0, 2.0]
 
 
 def draw(results: Results, path: Path) -> None:
-    """One line per algorithm, the mean over the seeds; dashed, SISA's accuracy in the paper."""
+    """Draw the mean over seeds of every algorithm, and SISA's accuracy in the paper as a dashed
+    line.
+    """
     from matplotlib.figure import Figure
 
-    found = cells(results)
-    rows = list(dict.fromkeys(dataset for dataset, _ in found))
-    columns = sorted({labels for _, labels in found})
-    with look("heterogeneity"):
+    table = cells(results)
+    rows = list(dict.fromkeys(dataset for dataset, _ in table))
+    columns = sorted({labels for _, labels in table})
+    with figure_style("heterogeneity"):
         size = (2.7 * len(columns) + 1.2, 2.1 * len(rows) + 0.9)
         figure = Figure(size, layout="constrained")
         grid = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
         handles: dict[str, Any] = {}
         for i, dataset in enumerate(rows):
             for j, labels in enumerate(columns):
-                if (dataset, labels) in found:
-                    panel(grid[i][j], (dataset, labels), found[dataset, labels], handles)
+                if (dataset, labels) in table:
+                    draw_panel(grid[i][j], (dataset, labels), table[dataset, labels], handles)
                 else:
                     grid[i][j].set_axis_off()
         order = [name for name in ALGORITHMS if name in handles]
@@ -44,8 +47,9 @@ def draw(results: Results, path: Path) -> None:
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-def panel(axes: Any, cell: Cell, row: dict[str, Summary], handles: dict[str, Any]) -> None:
-    for name, colour, line, width in zip(ALGORITHMS, OWN_COLOURS, LINES, WIDTHS, strict=True):
+def draw_panel(axes: Any, cell: Cell, row: dict[str, Summary], handles: dict[str, Any]) -> None:
+    styles = zip(ALGORITHMS, LINE_COLOURS, LINE_STYLES, WIDTHS, strict=True)
+    for name, colour, line, width in styles:
         if name in row:
             rounds, accuracy = row[name].curve()
             (handles[name],) = axes.plot(rounds, accuracy, color=colour, ls=line, lw=width)

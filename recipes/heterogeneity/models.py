@@ -8,7 +8,7 @@ __all__ = ["build", "lenet", "mlp"]
 
 
 class ConvolutionAndPooling(nn.Conv2d):
-    """5x5 convolution, max-pooling by 2 and ReLU, for inputs of even size with the channels last.
+    """A 5x5 convolution, max-pooling by 2 and ReLU, for inputs of even size, channels last.
 
     One 3x3 convolution on blocks of 2x2 pixels gives the four outputs of every pooling window as
     channels. It is the same function of the same parameters, for GPUs, whose kernels for one or six
@@ -40,26 +40,26 @@ class ChannelsFirst(nn.Module):
 
 
 def lenet(channels: int, size: int, classes: int = 10) -> nn.Sequential:
-    """LeNet-like: 6 and 16 filters of 5x5 without padding, then 120 and 84 units.
+    """Build a LeNet-like network: 6 and 16 filters of 5x5 without padding, then 120 and 84 units.
 
     Args:
         channels: of the images.
         size: their height and width, 28 or 32.
         classes: outputs.
     """
-    left = ((size - 4) // 2 - 4) // 2  # what two convolutions and two poolings leave of it
+    remaining = ((size - 4) // 2 - 4) // 2  # what two convolutions and two poolings leave of it
     return nn.Sequential(
         ChannelsLast(),
         ConvolutionAndPooling(channels, 6),
         ConvolutionAndPooling(6, 16),
         ChannelsFirst(),
-        *(nn.Flatten(), nn.Linear(16 * left * left, 120), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(16 * remaining * remaining, 120), nn.ReLU()),
         *(nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes)),
     )
 
 
 def mlp(features: int, classes: int, hidden: tuple[int, ...] = (32, 16, 8)) -> nn.Sequential:
-    """Linear layers with ReLU in between; the hidden ones are the published script's for Adult."""
+    """Build linear layers with ReLU; the default sizes are the published script's for Adult."""
     layers: list[nn.Module] = []
     for width in hidden:
         layers += [nn.Linear(features, width), nn.ReLU()]
@@ -68,7 +68,7 @@ def mlp(features: int, classes: int, hidden: tuple[int, ...] = (32, 16, 8)) -> n
 
 
 def build(dataset: str, shape: torch.Size, classes: int, seed: int) -> nn.Module:
-    """The model for a data set with inputs of this shape, its first weights by the seed."""
+    """Build the model for a data set with inputs of this shape; the seed gives the weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if dataset == "digits":  # not the paper's, so anything that learns quickly

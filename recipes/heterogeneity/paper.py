@@ -20,6 +20,6 @@ TABLE = {cell: dict(zip(_COLUMNS, row, strict=True)) for cell, row in _ROWS.item
 
 
 def target(dataset: str, labels: int) -> float | None:
-    """SISA's accuracy in the paper, if it has that experiment."""
+    """Return SISA's accuracy in the paper, or None if it lacks the experiment."""
     row = TABLE.get((dataset, labels))
     return row and row["sisa"]

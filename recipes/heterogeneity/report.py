@@ -4,58 +4,59 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from recipes.grid import short
+from recipes.grid import format_value
 from recipes.heterogeneity.cells import Cell, Summary, cells
 from recipes.heterogeneity.check import check
 from recipes.heterogeneity.config import ALGORITHMS, DATASETS, tuning
 from recipes.heterogeneity.paper import BASELINES, TABLE
-from recipes.recipe import Results, table
+from recipes.recipe import Results
+from recipes.tables import checks_table, markdown, provenance
 
 __all__ = ["overview", "report"]
 
-Found = dict[Cell, dict[str, Summary]]
+Table = dict[Cell, dict[str, Summary]]
 
 
 def report(results: Results) -> str:
-    """All tables."""
-    found = cells(results)
-    papers = {cell: row for cell, row in found.items() if cell in TABLE}
+    """Return all tables."""
+    table = cells(results)
+    papers = {cell: row for cell, row in table.items() if cell in TABLE}
     parts = [
         f"Test accuracy in % in the **last round**, {over_seeds(results)}. FedSGD and MISA are "
         "ours: FedAvg with one gradient of all local data per round, and a consensus by singular "
         "values.",
-        by_cell(found, lambda cell, name, summary: bold(found[cell], summary, "last")),
+        cell_table(table, lambda cell, name, summary: bold(table[cell], summary, "last")),
         "In the **best round** of the same runs. It is chosen on the test data, as the published "
         "script does, and so flatters algorithms whose accuracy swings"
         f"{'; in brackets the number of the paper' if papers else ''}.",
-        by_cell(found, best_beside_paper),
+        cell_table(table, best_beside_paper),
     ]
-    if "fedavg" in next(iter(found.values())):
+    if "fedavg" in next(iter(table.values())):
         parts += [
             "**Gradients of single samples per round**, all clients together:",
-            by_cell(found, lambda cell, name, summary: f"{summary.samples_per_round:,.0f}"),
+            cell_table(table, lambda cell, name, summary: f"{summary.samples_per_round:,.0f}"),
             "**At equal sample gradients**: accuracy in the last saved round that costs at most "
             "what all rounds of FedAvg cost; that round in brackets. Settings were chosen for "
             "whole runs, not for this.",
-            by_cell(found, lambda cell, name, summary: at_equal_samples(found[cell], summary)),
+            cell_table(table, lambda cell, name, summary: at_equal_samples(table[cell], summary)),
         ]
-    counts = trials()
-    if counts.keys() & found.keys():
+    counts = trial_counts()
+    if counts.keys() & table.keys():
         parts += [
             "**Trials** on validation data from which settings were chosen. They are not equal in "
-            f"number, and {with_one_seed()} of them had one seed. {about_server_lr()}",
-            by_cell(found, lambda cell, name, summary: str(counts.get(cell, {}).get(name, 0))),
+            f"number, and {single_seed_trials()} of them had one seed. {server_lr_remark()}",
+            cell_table(table, lambda cell, name, summary: str(counts.get(cell, {}).get(name, 0))),
         ]
     if papers:
         parts += [
             "**Rounds until the accuracy that the paper has for SISA**, mean over the seeds that "
             "reach it; in brackets how many do, if not all.",
-            by_cell(papers, rounds_needed),
+            cell_table(papers, rounds_needed),
         ]
-    parts += ["**Settings and costs** of a run, all clients together:", costs(found)]
+    parts += ["**Settings and costs** of a run, all clients together:", costs(table)]
     parts += [
         "**Statements**: the paper's are held against the best round, ours against the last.",
-        *(table(check(results)), made_with(results)),
+        *(checks_table(check(results)), provenance(results)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -64,26 +65,26 @@ OVERVIEW = ("fedavg", "fedprox", "fednova", "scaffold", "sisa", "misa")
 
 
 def overview(results: Results, datasets: Sequence[str]) -> str:
-    """The table of the README: one label per client, last round, with costs and trials."""
-    found = {dataset: cells(results)[dataset, 1] for dataset in datasets}
+    """Return the README's table: one label per client, last round, with costs and trials."""
+    table = {dataset: cells(results)[dataset, 1] for dataset in datasets}
     lines = [
         [DATASETS[dataset], *(bold(row, row[name], "last", OVERVIEW) for name in OVERVIEW)]
-        for dataset, row in found.items()
+        for dataset, row in table.items()
     ]
-    for dataset, row in found.items():
-        each = [at_equal_samples(row, row[name]) for name in OVERVIEW]
-        lines.append([f"{DATASETS[dataset]}, equal sample gradients", *each])
-    first = found[datasets[0]]
-    each = [f"{first[name].samples_per_round:,.0f}" for name in OVERVIEW]
-    lines.append([f"sample gradients per round, {DATASETS[datasets[0]]}", *each])
-    counts = trials()
-    each = [" / ".join(str(counts[d, 1][name]) for d in datasets) for name in OVERVIEW]
-    lines.append([f"trials ({', '.join(DATASETS[d] for d in datasets)})", *each])
+    for dataset, row in table.items():
+        entries = [at_equal_samples(row, row[name]) for name in OVERVIEW]
+        lines.append([f"{DATASETS[dataset]}, equal sample gradients", *entries])
+    first = table[datasets[0]]
+    entries = [f"{first[name].samples_per_round:,.0f}" for name in OVERVIEW]
+    lines.append([f"sample gradients per round, {DATASETS[datasets[0]]}", *entries])
+    counts = trial_counts()
+    entries = [" / ".join(str(counts[d, 1][name]) for d in datasets) for name in OVERVIEW]
+    lines.append([f"trials ({', '.join(DATASETS[d] for d in datasets)})", *entries])
     return markdown(["", *(ALGORITHMS[name] for name in OVERVIEW)], lines)
 
 
-def trials() -> dict[Cell, dict[str, int]]:
-    """How many trials the settings of each algorithm in each cell were chosen from."""
+def trial_counts() -> dict[Cell, dict[str, int]]:
+    """Return the number of trials that settings were chosen from, by cell and algorithm."""
     counts: dict[Cell, dict[str, int]] = {}
     for entry in tuning():
         cell = counts.setdefault((entry["dataset"], entry["labels"]), {})
@@ -91,8 +92,8 @@ def trials() -> dict[Cell, dict[str, int]]:
     return counts
 
 
-def with_one_seed() -> str:
-    """Such as "415 of 647"."""
+def single_seed_trials() -> str:
+    """Return the number of trials with one seed as text, such as "415 of 647"."""
     seeds: dict[str, set[int]] = {}
     names: list[str] = []
     for entry in tuning():
@@ -103,8 +104,8 @@ def with_one_seed() -> str:
     return f"{sum(len(seeds[name]) == 1 for name in names)} of {len(names)}"
 
 
-def about_server_lr() -> str:
-    """Say whether the rate of the server was tried at all."""
+def server_lr_remark() -> str:
+    """Return a remark on baselines whose server learning rate was not tuned, or ""."""
     tried = {
         entry["algorithm"]
         for entry in tuning()
@@ -123,14 +124,14 @@ def about_server_lr() -> str:
 def bold(
     row: dict[str, Summary], summary: Summary, column: str, among: Iterable[str] = ALGORITHMS
 ) -> str:
-    """Mean and deviation of a column, in bold if nothing else in the row has a larger mean."""
+    """Return mean and deviation of a column, in bold if it has the largest mean of the row."""
     spread = summary.spread(column)
     top = max(row[name].spread(column).mean for name in among if name in row)
     return f"**{spread}**" if spread.mean == top else f"{spread}"
 
 
 def at_equal_samples(row: dict[str, Summary], summary: Summary) -> str:
-    """Accuracy when so many samples have been used as FedAvg uses in all its rounds."""
+    """Return the accuracy after as many samples as FedAvg uses in all its rounds."""
     fedavg = row["fedavg"]
     if summary.samples_per_round <= fedavg.samples_per_round:
         return f"{summary.last} ({summary.runs[0]['settings']['rounds']})"
@@ -151,19 +152,19 @@ def rounds_needed(cell: Cell, name: str, summary: Summary) -> str:
     return mean if len(reached) == len(summary.runs) else f"{mean} ({len(reached)})"
 
 
-def by_cell(found: Found, entry: Any) -> str:
-    """A row per cell, a column per algorithm."""
+def cell_table(table: Table, entry: Any) -> str:
+    """Return a table with a row per cell and a column per algorithm."""
     lines = []
-    for cell, row in found.items():
+    for cell, row in table.items():
         entries = (entry(cell, name, row[name]) if name in row else "" for name in ALGORITHMS)
         lines.append([DATASETS[cell[0]], cell[1], *entries])
     return markdown(["data", "labels", *ALGORITHMS.values()], lines)
 
 
-def costs(found: Found) -> str:
-    """By data set: the number of labels changes costs by rounding only."""
+def costs(table: Table) -> str:
+    """Return settings and costs by data set; the number of labels hardly changes them."""
     lines = []
-    for dataset, name, runs in by_dataset(found):
+    for dataset, name, runs in by_dataset(table):
 
         def mean(column: str, unit: float = 1, runs: list[dict[str, Any]] = runs) -> float:
             return sum(run[column] for run in runs) / len(runs) / unit
@@ -182,17 +183,18 @@ def costs(found: Found) -> str:
 
 
 def describe(settings: dict[str, Any]) -> str:
-    options = ", ".join(f"{name} {short(value)}" for name, value in settings["options"].items())
+    words = (f"{name} {format_value(value)}" for name, value in settings["options"].items())
+    options = ", ".join(words)
     epochs, size = settings["epochs"], settings["batch_size"]
     if not epochs:
         return f"{options}; one gradient of all local data"
     return f"{options}; {epochs:g} epoch{'s' if epochs > 1 else ''} of mini-batches of {size}"
 
 
-def by_dataset(found: Found) -> Iterable[tuple[str, str, list[dict[str, Any]]]]:
-    """The runs of each data set and algorithm, whatever the labels."""
-    for dataset in dict.fromkeys(cell[0] for cell in found):
-        rows = [row for cell, row in found.items() if cell[0] == dataset]
+def by_dataset(table: Table) -> Iterable[tuple[str, str, list[dict[str, Any]]]]:
+    """Yield the runs of each data set and algorithm, for all numbers of labels together."""
+    for dataset in dict.fromkeys(cell[0] for cell in table):
+        rows = [row for cell, row in table.items() if cell[0] == dataset]
         for name in ALGORITHMS:
             runs = [run for row in rows if name in row for run in row[name].runs]
             if runs:
@@ -202,20 +204,3 @@ def by_dataset(found: Found) -> Iterable[tuple[str, str, list[dict[str, Any]]]]:
 def over_seeds(results: Results) -> str:
     seeds = results["config"]["seeds"]
     return f"mean ± standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
-
-
-def made_with(results: Results) -> str:
-    runs = list(results["runs"].values())
-    devices = dict.fromkeys(run["hardware"]["gpu"] or run["hardware"]["cpu"] for run in runs)
-    versions = dict.fromkeys(run["versions"]["torch"] for run in runs)
-    minutes = sum(run["seconds"] for run in runs) / 60
-    planned = len(runs) + len(results.get("missing", []))
-    done = f"{len(runs)} runs" if planned == len(runs) else f"{len(runs)} of {planned} runs"
-    return f"{done}, {minutes:.0f} minutes if added up; {', '.join(devices)}, torch " + (
-        f"{', '.join(versions)}."
-    )
-
-
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)

@@ -1,4 +1,4 @@
-"""One run: the partition, the model, the algorithm, and the accuracy as rounds go by."""
+"""One run: the partition, the model, the algorithm, and the accuracy by round."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from torchpisa import federated
 from torchpisa.data import permutation
 from torchpisa.federated.partition import by_label
 
-__all__ = ["algorithm", "condense", "ready", "run"]
+__all__ = ["algorithm", "condense", "require_data", "run"]
 
 CLASSES = {
     "fedavg": federated.FedAvg,
@@ -38,7 +38,7 @@ def load(name: str, folder: str, validation: bool, device: str) -> datasets.Data
 
 
 def algorithm(settings: Settings) -> federated.Algorithm:
-    """The algorithm of a run."""
+    """Return the algorithm of a run."""
     local = (
         federated.Epochs(settings.epochs, settings.batch_size)
         if settings.epochs
@@ -49,16 +49,16 @@ def algorithm(settings: Settings) -> federated.Algorithm:
 
 def run(config: Config, settings: Settings, *, device: str, data: str) -> Iterator[Line]:
     """Yield accuracy and costs so far, every few rounds; one that diverges ends early."""
-    found = load(settings.dataset, data, settings.validation, device)
-    held_out = found.validation if settings.validation else found.test
+    dataset = load(settings.dataset, data, settings.validation, device)
+    held_out = dataset.validation if settings.validation else dataset.test
     assert held_out is not None
-    x, y = found.train
+    x, y = dataset.train
     if settings.samples:
-        kept = permutation(len(y), "tuning")[: settings.samples].to(device)
-        x, y = x[kept], y[kept]
+        chosen = permutation(len(y), "tuning")[: settings.samples].to(device)
+        x, y = x[chosen], y[chosen]
     parts = by_label(y, settings.clients, settings.labels, seed=settings.seed)
     simulation = federated.Simulation(
-        build(found.name, x.shape[1:], found.classes, settings.seed).to(device),
+        build(dataset.name, x.shape[1:], dataset.classes, settings.seed).to(device),
         [(x[part], y[part]) for part in (indices.to(device) for indices in parts.indices)],
         algorithm(settings),
         seed=settings.seed,
@@ -78,20 +78,20 @@ def run(config: Config, settings: Settings, *, device: str, data: str) -> Iterat
             simulation.round()
 
 
-def ready(settings: Sequence[Settings], *, device: str, data: str) -> None:
+def require_data(settings: Sequence[Settings], *, device: str, data: str) -> None:
     """Raise FileNotFoundError if a data set is missing."""
-    for name in dict.fromkeys(each.dataset for each in settings):
+    for name in dict.fromkeys(run.dataset for run in settings):
         datasets.locate(name, data)
 
 
 def condense(log: dict[str, Any]) -> dict[str, Any]:
-    """Best and last accuracy, when the paper's was reached, the costs in all, a thinner curve."""
+    """Return best and last accuracy, when the paper's was reached, total costs, a thinned curve."""
     settings, rounds, accuracy = log["settings"], log["round"], log["accuracy"]
     best = max(range(len(rounds)), key=lambda i: accuracy[i])
     goal = target(settings["dataset"], settings["labels"])
     reached = [r for r, a in zip(rounds, accuracy, strict=True) if goal is not None and a >= goal]
     step = max(1, math.ceil(len(rounds) / POINTS))
-    kept = range((len(rounds) - 1) % step, len(rounds), step)  # the last is among them
+    points = range((len(rounds) - 1) % step, len(rounds), step)  # the last is among them
     return {
         **{name: log[name] for name in ("settings", "versions", "hardware", "seconds")},
         "best": round(accuracy[best], 2),
@@ -99,5 +99,5 @@ def condense(log: dict[str, Any]) -> dict[str, Any]:
         "last": round(accuracy[-1], 2),
         "reached": reached[0] if reached else None,
         **{name: log[name][-1] for name in COLUMNS[3:]},
-        **{name: [log[name][i] for i in kept] for name in COLUMNS[:3]},
+        **{name: [log[name][i] for i in points] for name in COLUMNS[:3]},
     }

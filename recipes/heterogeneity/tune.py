@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from recipes import grid as grids
+from recipes.execution import Runs
 from recipes.grid import Value, parse_grid
 from recipes.heterogeneity.config import ALGORITHMS, CHOICES, Choice, Config, Settings, settings
-from recipes.heterogeneity.run import algorithm, condense, ready, run
-from recipes.work import Runs
+from recipes.heterogeneity.run import algorithm, condense, require_data, run
 
 __all__ = ["GRIDS", "main", "trials"]
 
@@ -44,7 +44,7 @@ WORK = ("epochs", "batch_size", "rounds")  # fields of a `Choice`; the rest are 
 def trials(
     dataset: str, labels: int, algorithm: str, grid: Grid, config: Config, samples: int = 0
 ) -> dict[str, Settings]:
-    """All combinations of a grid, for every seed, by name; the rest is as in config.py."""
+    """Return all combinations of a grid for every seed, by name; the rest is as in config.py."""
     chosen, plan = CHOICES[dataset][algorithm], {}
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
@@ -52,35 +52,35 @@ def trials(
         work |= {name: int(work[name]) for name in WORK[1:] if name in work}
         trial = dataclasses.replace(chosen, options={**chosen.options, **point}, **work)
         for seed in range(config.seed, config.seed + config.seeds):
-            made = settings(
+            run_settings = settings(
                 *(dataset, labels, algorithm, trial, config),
                 **{"seed": seed, "validation": True, "samples": samples},
             )
-            plan[f"{made.name}_{label(trial)}_rounds{made.rounds}"] = made
+            plan[f"{run_settings.name}_{label(trial)}_rounds{run_settings.rounds}"] = run_settings
     return plan
 
 
 def label(trial: Choice) -> str:
-    return grids.label({**trial.options, "epochs": trial.epochs, "batch": trial.batch_size})
+    return grids.run_label({**trial.options, "epochs": trial.epochs, "batch": trial.batch_size})
 
 
 def choose(trials: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
-    """The settings with the best accuracy, on average over the seeds.
+    """Return the settings with the best accuracy, on average over the seeds.
 
     Trials on part of the data count only where there are none on all of it.
     """
-    whole = [trial for trial in trials if not trial["settings"]["samples"]]
+    complete = [trial for trial in trials if not trial["settings"]["samples"]]
     groups: dict[str, list[dict[str, Any]]] = {}
-    for trial in whole or trials:
-        what = {name: trial[name] for name in ("options", *WORK)}
-        groups.setdefault(json.dumps(what), []).append(trial)
+    for trial in complete or trials:
+        setting = {name: trial[name] for name in ("options", *WORK)}
+        groups.setdefault(json.dumps(setting), []).append(trial)
     means = {key: statistics.fmean(t[by] for t in group) for key, group in groups.items()}
     winner = max(means, key=lambda key: means[key])
     return {**json.loads(winner), "accuracy": round(means[winner], 2)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from recipes.__main__ import add_resources, resources
+    from recipes.__main__ import add_resource_options, read_resource_options
 
     parser = argparse.ArgumentParser(
         "python -m recipes.heterogeneity.tune", description="Choose settings on validation data"
@@ -96,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--grid", nargs="+", default=[], metavar="NAME=A,B", help="in its place")
     parser.add_argument("--by", choices=["last", "best"], default="last", help="round that counts")
     parser.add_argument("--out", type=Path, default=Path("runs/tune"), help="folder")
-    takes = ("device", "data")
-    add_resources(parser, takes)
+    option_names = ("device", "data")
+    add_resource_options(parser, option_names)
     args = parser.parse_args(argv)
-    options = resources(parser, args, takes)
+    options = read_resource_options(parser, args, option_names)
     try:
         grid = parse_grid(args.grid)
     except argparse.ArgumentTypeError as error:
@@ -110,29 +110,29 @@ def main(argv: Sequence[str] | None = None) -> None:
             cell: trials(*cell, grid or GRIDS[cell[2]], config, args.samples)
             for cell in itertools.product(args.dataset, args.labels, args.algorithm)
         }
-        plan = {name: made for own in plans.values() for name, made in own.items()}
-        for made in plan.values():
-            algorithm(made)  # a wrong setting is found before anything runs
+        plan = dict(itertools.chain.from_iterable(plan.items() for plan in plans.values()))
+        for run_settings in plan.values():
+            algorithm(run_settings)  # raises for a wrong setting, before anything runs
     except (TypeError, ValueError) as error:
         parser.error(f"--grid: {error}")
     runs = Runs(run, config, plan, args.out / "logs", options, {}, args.jobs)
     try:
-        ready(list(plan.values()), **options)
+        require_data(list(plan.values()), **options)
     except FileNotFoundError as missing:
         parser.error(str(missing))
-    runs.do(list(plan))
+    runs.run_missing(list(plan))
     path = args.out / "tuning.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    found = {cell_of(entry): entry for entry in before}
-    for cell, own in plans.items():
-        old = found[cell]["trials"] if cell in found else []
-        found[cell] = summarise(cell, old, [runs.log(trial) for trial in own], args.by)
-        print(f"{', '.join(map(str, cell))}: {json.dumps(found[cell]['chosen'])}")
-    path.write_text(json.dumps(list(found.values())) + "\n", encoding="utf-8")
+    entries = {entry_cell(entry): entry for entry in before}
+    for cell, trial_plan in plans.items():
+        old = entries[cell]["trials"] if cell in entries else []
+        entries[cell] = summarise(cell, old, [runs.log(trial) for trial in trial_plan], args.by)
+        print(f"{', '.join(map(str, cell))}: {json.dumps(entries[cell]['chosen'])}")
+    path.write_text(json.dumps(list(entries.values())) + "\n", encoding="utf-8")
     print(path)
 
 
-def cell_of(entry: dict[str, Any]) -> tuple[str, int, str]:
+def entry_cell(entry: dict[str, Any]) -> tuple[str, int, str]:
     return entry["dataset"], entry["labels"], entry["algorithm"]
 
 
@@ -142,14 +142,15 @@ def summarise(
     logs: Sequence[dict[str, Any] | None],
     by: str,
 ) -> dict[str, Any]:
-    """What was chosen, of how many trials, and what came of each, those of before included."""
+    """Return the chosen settings, the number of trials and all of them, earlier ones included."""
     trials = {json.dumps(trial["settings"]): trial for trial in old}
     for log in logs:
         assert log is not None
         done = condense(log)
-        kept = {name: done["settings"][name] for name in ("options", *WORK)}
-        kept |= {name: done[name] for name in ("best", "last", "versions", "hardware", "settings")}
-        trials[json.dumps(done["settings"])] = kept
+        summary = {name: done["settings"][name] for name in ("options", *WORK)}
+        names = ("best", "last", "versions", "hardware", "settings")
+        summary |= {name: done[name] for name in names}
+        trials[json.dumps(done["settings"])] = summary
     dataset, labels, algorithm = cell
     return {
         **{"dataset": dataset, "labels": labels, "algorithm": algorithm, "by": by},

@@ -5,7 +5,7 @@ from recipes.language.config import PRESETS, plan
 from recipes.language.figure import draw
 from recipes.language.report import report
 from recipes.language.results import condense
-from recipes.language.run import lacks, ready, run
+from recipes.language.run import missing_requirement, require_data, run
 from recipes.recipe import Recipe
 
 __all__ = ["RECIPE"]
@@ -17,11 +17,9 @@ RECIPE = Recipe(
     run=run,
     check=check,
     draw=draw,
-    takes=("device", "data", "compile", "checkpoints"),
-    ready=ready,
-    lacks=lacks,
-    depends=lambda config: {},  # the settings of a run say all
+    options=("device", "data", "compile", "checkpoints"),
+    require_data=require_data,
+    missing_requirement=missing_requirement,
     condense=condense,
     report=report,
-    partial=True,
 )

@@ -1,4 +1,4 @@
-"""What is expected of the runs, held against them. A statement about missing runs is not made."""
+"""Expectations, compared with the runs; nothing is said about missing runs."""
 
 import math
 from collections.abc import Iterator
@@ -11,52 +11,59 @@ from recipes.recipe import Check, Results
 
 __all__ = ["check"]
 
-OURS = ("nsisa", "misa")  # that are meant to do what Muon does
-LEARNS = 0.6  # of the loss of a guess: what shows that the preset `quick` works
+MUON_LIKE = ("nsisa", "misa")  # optimizers that are meant to replace Muon
+QUICK_SHARE = 0.6  # of the loss of a guess, below which the preset `quick` must end
 
 
 def check(results: Results) -> list[Check]:
-    """All statements about what there is."""
+    """Check all statements for which there are runs."""
     runs = list(results["runs"].values())
     if results["config"]["model"] != "gpt2":
-        return list(learns(results, runs))
-    return [*pilot(runs), *beside_muon(results)]
+        return list(check_learning(results, runs))
+    return [*check_pilot(runs), *check_beside_muon(results)]
 
 
-def learns(results: Results, runs: list[dict[str, Any]]) -> Iterator[Check]:
-    goal = LEARNS * math.log(SIZES[results["config"]["model"]].vocabulary)
-    for own in by_optimizer(results).values():
-        chosen = best(own)
-        yield Check(title(chosen), f"ends below {goal:.2f}", said(chosen), below(chosen, goal))
+def check_learning(results: Results, runs: list[dict[str, Any]]) -> Iterator[Check]:
+    goal = QUICK_SHARE * math.log(SIZES[results["config"]["model"]].vocabulary)
+    for trials in by_optimizer(results).values():
+        best_run = best(trials)
+        yield Check(
+            title(best_run),
+            f"ends below {goal:.2f}",
+            format_loss(best_run),
+            ends_below(best_run, goal),
+        )
 
 
-def pilot(runs: list[dict[str, Any]]) -> Iterator[Check]:
-    """The pilot's losses are reached again."""
-    for each in reference.PILOT:
-        matching = [run for run in runs if each.matches(run["settings"])]
+def check_pilot(runs: list[dict[str, Any]]) -> Iterator[Check]:
+    """Check that the pilot's losses are reached again."""
+    for goal_run in reference.PILOT:
+        matching = [run for run in runs if goal_run.matches(run["settings"])]
         if matching:
             chosen = best(matching)
-            half = f" ({each.half:.3f} half-way)" if each.half else ""
-            goal = f"{each.loss:.3f}{half}, or at most {reference.TOLERANCE} above"
+            half = f" ({goal_run.half:.3f} half-way)" if goal_run.half else ""
+            goal = f"{goal_run.loss:.3f}{half}, or at most {reference.TOLERANCE} above"
             yield Check(
                 title(chosen),
-                f"(pilot) {each.title}: {goal}",
-                f"{said(chosen)} ({halves(chosen)} half-way), {chosen['settings']['label']}",
-                below(chosen, each.loss + reference.TOLERANCE),
+                f"(pilot) {goal_run.title}: {goal}",
+                f"{format_loss(chosen)} ({format_half_way(chosen)} half-way), "
+                f"{chosen['settings']['label']}",
+                ends_below(chosen, goal_run.loss + reference.TOLERANCE),
             )
 
 
-def beside_muon(results: Results) -> Iterator[Check]:
-    """At equal tokens at or below Muon's loss, with its state, at most 1.3 x its time."""
-    for (name, batches), own in by_optimizer(results).items():
-        chosen, against = best(own), muon(results, batches)
-        if name not in OURS or batches > 1 or against is None or against["last"] is None:
+def check_beside_muon(results: Results) -> Iterator[Check]:
+    """Check that loss, state and time are at most those allowed beside Muon's."""
+    for (name, batches), trials in by_optimizer(results).items():
+        chosen, against = best(trials), muon(results, batches)
+        if name not in MUON_LIKE or batches > 1 or against is None or against["last"] is None:
             continue
         yield Check(
             title(chosen),
             f"at or below Muon's {against['last']:.3f} at equal tokens",
-            f"{said(chosen)}; half-way {halves(chosen)}, Muon {halves(against)}",
-            below(chosen, against["last"]),
+            f"{format_loss(chosen)}; half-way {format_half_way(chosen)}, "
+            f"Muon {format_half_way(against)}",
+            ends_below(chosen, against["last"]),
         )
         if name == "misa":
             yield Check(
@@ -76,19 +83,19 @@ def beside_muon(results: Results) -> Iterator[Check]:
 
 
 def same_machine(*runs: dict[str, Any]) -> bool:
-    """Times compare on one kind of GPU only."""
+    """Return True if the runs were on one kind of GPU, so that their times compare."""
     kinds = {run["hardware"]["gpu"] for run in runs}
     return len(kinds) == 1 and None not in kinds and all(run["optimizer_ms"] for run in runs)
 
 
-def halves(run: dict[str, Any]) -> str:
+def format_half_way(run: dict[str, Any]) -> str:
     loss = loss_at(run, run["settings"]["steps"] // 2)
     return "-" if loss is None else f"{loss:.3f}"
 
 
-def said(run: dict[str, Any]) -> str:
+def format_loss(run: dict[str, Any]) -> str:
     return "diverged" if run["last"] is None else f"{run['last']:.3f}"
 
 
-def below(run: dict[str, Any], goal: float) -> bool:
+def ends_below(run: dict[str, Any], goal: float) -> bool:
     return run["last"] is not None and run["last"] <= goal

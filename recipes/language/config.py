@@ -1,4 +1,4 @@
-"""The presets and their runs: every trial of every optimizer is named here."""
+"""The presets and their runs; every trial of every optimizer is named here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from typing import Any
 
 from recipes import grid
 from recipes.language.optimizers import Choice, choose
+from recipes.recipe import shared_settings
 
 __all__ = ["PRESETS", "Config", "Settings", "Trial", "label", "plan"]
 
@@ -30,18 +31,18 @@ class Trial:
 
 
 def trial(name: str, batches: int = 1, label: str = "", tried: int = 1, **settings: Any) -> Trial:
-    """The defaults of an optimizer with some settings in their place, which make the label."""
+    """Return the defaults of an optimizer with some settings changed, which make the label."""
     return Trial(choose(name, **settings), label or name_of(name, settings), batches, tried)
 
 
 def name_of(name: str, settings: Mapping[str, Any]) -> str:
-    shown = grid.label({key: value for key, value in settings.items() if key != "warm_up"})
+    shown = grid.run_label({key: value for key, value in settings.items() if key != "warm_up"})
     return f"{name}_{shown}" if shown else name
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         model: one of `recipes.language.model.SIZES`.
@@ -125,7 +126,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on. For the fields see `Config` and `Trial`."""
+    """The settings of one run: everything that its result depends on; see `Config` and `Trial`."""
 
     label: str
     choice: Choice
@@ -152,19 +153,15 @@ class Settings:
 
 
 def label(trial: str, batches: int, seed: int) -> str:
-    """The name of a run."""
+    """Return the name of a run."""
     return f"{trial}_m{batches}_seed{seed}"
 
 
-SHARED = ("model", "tokens", "steps", "sequences", "micro", "validation")
-SHARED += ("validate_every", "log_every", "seed")
-
-
 def plan(config: Config) -> dict[str, Settings]:
-    """All runs by name."""
-    shared = {name: getattr(config, name) for name in SHARED}
+    """Return all runs by name."""
+    shared = shared_settings(config, Settings)
     runs = [
-        Settings(label=each.label, choice=each.choice, batches=each.batches, **shared)
-        for each in config.trials
+        Settings(label=trial.label, choice=trial.choice, batches=trial.batches, **shared)
+        for trial in config.trials
     ]
     return {run.name: run for run in runs}

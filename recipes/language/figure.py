@@ -1,4 +1,4 @@
-"""Validation loss against tokens: best trials, a panel per number of batches."""
+"""Validation loss over tokens: best trials, a panel per number of batches."""
 
 from pathlib import Path
 from typing import Any
@@ -6,33 +6,33 @@ from typing import Any
 from recipes.language.optimizers import TITLES
 from recipes.language.results import best, by_optimizer
 from recipes.recipe import Results
-from recipes.style import COLOURS, INK, look
+from recipes.style import COLOURS, INK, figure_style
 
 __all__ = ["draw"]
 
 # Lines differ in more than their colour.
-LINES = [(0, (1, 1)), "-", (0, (3, 1, 1, 1)), (0, (5, 1)), (0, (5, 2, 1, 2)), "-"]
+LINE_STYLES = [(0, (1, 1)), "-", (0, (3, 1, 1, 1)), (0, (5, 1)), (0, (5, 2, 1, 2)), "-"]
 WIDTHS = [1.4, 1.2, 1.2, 1.2, 1.4, 4.0]
-BROAD = {"misa": {"alpha": 0.4, "zorder": 1}}  # below Muon's, which it nearly meets
+EXTRA_STYLE = {"misa": {"alpha": 0.4, "zorder": 1}}  # below Muon's, which it nearly meets
 
 
 def draw(results: Results, path: Path) -> None:
-    """The first losses are left out of the view."""
+    """Draw the best trials; the first losses are left out of the view."""
     from matplotlib.figure import Figure
 
-    found = by_optimizer(results)
-    columns = sorted({batches for _, batches in found})
-    with look("language"):
+    runs = by_optimizer(results)
+    columns = sorted({batches for _, batches in runs})
+    with figure_style("language"):
         figure = Figure((3.4 * len(columns) + 0.8, 3.0), layout="constrained")
         grid = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
         handles: dict[str, Any] = {}
         ends: list[float] = []
         for axes, batches in zip(grid, columns, strict=True):
-            for name, colour, line, width in zip(TITLES, COLOURS, LINES, WIDTHS, strict=True):
-                if (name, batches) in found:
-                    x, y = curve(best(found[name, batches]))
+            for name, colour, line, width in zip(TITLES, COLOURS, LINE_STYLES, WIDTHS, strict=True):
+                if (name, batches) in runs:
+                    x, y = curve(best(runs[name, batches]))
                     (handles[name],) = axes.plot(
-                        x, y, color=colour, ls=line, lw=width, **BROAD.get(name, {})
+                        x, y, color=colour, ls=line, lw=width, **EXTRA_STYLE.get(name, {})
                     )
                     ends += y[len(y) // 4 :]
             axes.set_title(f"m = {batches}", fontsize=9)
@@ -52,7 +52,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Where there was a validation."""
+    """Return million tokens and losses of the validations."""
     points = zip(run["tokens"], run["val_loss"], strict=True)
     shown = [(tokens / 1e6, loss) for tokens, loss in points if loss is not None]
     return [x for x, _ in shown], [y for _, y in shown]

@@ -1,4 +1,4 @@
-"""GPT-2 as its speed runs have it, in the sizes of the recipe.
+"""GPT-2 as in its speed runs, in the sizes of the recipe.
 
 Pre-norm blocks, an embedding that is the output layer too, no dropout. What is not GPT-2's: rotary
 positions (Su et al., 2021), RMSNorm without weights, for queries and keys too, the square of ReLU
@@ -18,7 +18,7 @@ __all__ = ["GPT2", "SIZES", "Sizes", "build"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model.
+    """The sizes of a model.
 
     Attributes:
         layers: blocks.
@@ -39,12 +39,12 @@ class Sizes:
 
     @property
     def rows(self) -> int:
-        """Rows of the embedding."""
+        """Return the number of rows of the embedding."""
         return math.ceil(self.vocabulary / self.multiple) * self.multiple
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; the embedding counts once."""
+        """Return the number of parameters; the embedding counts once."""
         return self.rows * self.width + self.layers * 12 * self.width**2
 
 
@@ -55,7 +55,7 @@ SIZES = {
 
 
 class Rotary(nn.Module):
-    """Rotates pairs of entries of queries and keys by angles that grow with the position.
+    """A rotation of pairs of entries of queries and keys, by angles that grow with the position.
 
     What they give for two positions then depends on the distance of these alone.
 
@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The model; its first weights are drawn from torch's generator.
+    """The model, with initial weights from torch's generator.
 
     Args:
         sizes: see `Sizes`.
@@ -138,7 +138,7 @@ class GPT2(nn.Module):
                 nn.init.normal_(param, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits, or with targets the mean cross-entropy in nats.
+        """Return the logits, or with targets the mean cross-entropy in nats.
 
         Args:
             tokens: (sequences, length), int64; length up to the context.
@@ -154,7 +154,7 @@ class GPT2(nn.Module):
 
 
 def build(sizes: Sizes, seed: int) -> GPT2:
-    """A model on the CPU, its first weights by the seed: the same for every device."""
+    """Build a model on the CPU with weights that the seed gives, the same for every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT2(sizes)

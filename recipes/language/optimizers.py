@@ -1,4 +1,4 @@
-"""The optimizers of the recipe by name, and the schedule of the learning rate that all share."""
+"""The optimizers of the recipe by name, and the schedule of their learning rates."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +13,14 @@ import torchpisa
 from torchpisa.optim.param_groups import split
 
 __all__ = ["DEFAULTS", "NAMES", "TITLES", "WARM_DOWN"]
-__all__ += ["Choice", "Team", "build", "choose", "factor", "lacks", "state_bytes"]
+__all__ += ["Choice", "Team", "build", "choose", "factor", "missing_requirement", "state_bytes"]
 
 WARM_DOWN = 1450 / 5100  # of the published GPT-2 script's steps
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How an optimizer is set.
+    """An optimizer with its settings.
 
     Attributes:
         name: of the optimizer, one of `NAMES`.
@@ -82,7 +82,7 @@ def choose(
     warm_down: float = WARM_DOWN,
     **options: Any,
 ) -> Choice:
-    """The defaults of an optimizer with other options in their place."""
+    """Return the defaults of an optimizer with some options changed."""
     check_name(name)
     schedule = {"warm_up": warm_up, "warm_down": warm_down}
     return Choice(name, {**DEFAULTS[name], **options}, rest=rest, **schedule)
@@ -94,7 +94,7 @@ def check_name(name: str) -> None:
 
 
 def factor(step: int, steps: int, warm_up: int = 0, warm_down: float = WARM_DOWN) -> float:
-    """What the learning rate is multiplied by in a step, from 0.
+    """Return the factor of the learning rate in a step.
 
     Args:
         step: from 0.
@@ -123,13 +123,13 @@ class Team:
         self, consensus: Sequence[Optimizer], averaging: Sequence[Optimizer], batches: int
     ) -> None:
         self.consensus, self.averaging, self.batches = list(consensus), list(averaging), batches
-        self._taken = 0
+        self._batches_seen = 0
         for group in self._groups():
             group["initial_lr"] = group["lr"]
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """All of them."""
+        """Return all optimizers."""
         return [*self.consensus, *self.averaging]
 
     def _groups(self) -> Iterator[dict[str, Any]]:
@@ -142,12 +142,12 @@ class Team:
             group["lr"] = group["initial_lr"] * value
 
     def step(self) -> None:
-        """Take the gradients of the next batch, and zero those that are done with."""
+        """Step with the gradients of the next batch, and zero those that are used up."""
         for optimizer in self.consensus:
             optimizer.step()
             optimizer.zero_grad()
-        self._taken = (self._taken + 1) % self.batches
-        if self._taken:
+        self._batches_seen = (self._batches_seen + 1) % self.batches
+        if self._batches_seen:
             return
         for optimizer in self.averaging:
             if self.batches > 1:
@@ -158,18 +158,18 @@ class Team:
             optimizer.zero_grad()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Of all of them; between rounds."""
-        assert not self._taken
+        """Return the states of all optimizers; between rounds only."""
+        assert not self._batches_seen
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Go on from there."""
+        """Continue from what `state_dict` returned."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
 
 def state_bytes(team: Team) -> int:
-    """Bytes of all tensors in the state; those of 0 dimensions, counters, left out."""
+    """Return the bytes of all tensors in the state, without counters, which have 0 dimensions."""
 
     def size(value: object) -> int:
         if isinstance(value, Tensor):
@@ -184,8 +184,8 @@ def state_bytes(team: Team) -> int:
 # Building
 
 
-def lacks(choice: Choice) -> str | None:
-    """What a machine lacks for an optimizer, if anything."""
+def missing_requirement(choice: Choice) -> str | None:
+    """Return what this machine lacks for an optimizer, or None."""
     if choice.name == "soap" and importlib.util.find_spec("pytorch_optimizer") is None:
         return "soap needs pytorch_optimizer: pip install pytorch_optimizer"
     if choice.name == "muon" and not hasattr(torch.optim, "Muon"):
@@ -196,7 +196,7 @@ def lacks(choice: Choice) -> str | None:
 
 
 def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
-    """The optimizers of a choice for a model.
+    """Build the optimizers of a choice for a model.
 
     Args:
         choice: see `Choice`.
@@ -208,7 +208,7 @@ def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
         ImportError: this machine lacks what it needs.
     """
     check_name(choice.name)
-    reason = lacks(choice)
+    reason = missing_requirement(choice)
     if reason is not None:
         raise ImportError(reason)
     if choice.rest not in ("adamw", "own"):
@@ -221,16 +221,16 @@ def adamw(params: Sequence[nn.Parameter], lr: float, **options: Any) -> Optimize
     return torch.optim.AdamW(params, lr=lr, fused=fused, **options)
 
 
-def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices of the blocks, and the rest."""
+def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the matrices of the blocks, and the rest."""
     groups = split(model, head=())  # the output layer is the embedding
     matrices, rest = ([param for _, param in group["params"]] for group in groups)
     return matrices, rest
 
 
 def beside_adamw(make: Callable[..., Optimizer], choice: Choice, model: nn.Module) -> Any:
-    """An optimizer of the matrices, and AdamW of the rest."""
-    matrices, rest = parted(model)
+    """Build an optimizer for the matrices, and AdamW for the rest."""
+    matrices, rest = split_matrices(model)
     other = adamw(rest, choice.rest_lr, betas=BETAS, weight_decay=0.0)
     return make(matrices, **choice.options), other
 
@@ -260,15 +260,15 @@ def build_sisa(choice: Choice, model: nn.Module, batches: int) -> Team:
 
 
 def build_matrix(cls: type[Optimizer], choice: Choice, model: nn.Module, batches: int) -> Team:
-    """NSISA or MISA: the rest by AdamW, or by the optimizer's own rule for it."""
+    """Build NSISA or MISA, with AdamW or the optimizer itself for what is not a matrix."""
 
     def make(params: Any, **options: Any) -> Optimizer:
         return cls(params, batches=batches, **COMMON, **options)
 
     if choice.rest == "own":
         return Team([make(split(model, head=()), **choice.options)], [], batches)
-    own, other = beside_adamw(make, choice, model)
-    return Team([own], [other], batches)
+    matrix_optimizer, other = beside_adamw(make, choice, model)
+    return Team([matrix_optimizer], [other], batches)
 
 
 def build_nsisa(choice: Choice, model: nn.Module, batches: int) -> Team:

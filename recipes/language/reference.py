@@ -1,4 +1,4 @@
-"""Losses that a pilot of this project had, to hold new runs against; they are not the paper's.
+"""Losses of a pilot of this project, to compare new runs with; they are not the paper's.
 
 Validation loss after 320 steps of 64 x 1024 tokens of the books, GPT-2 124M. There is no script of
 it in the repository, so these are goals and not results.
@@ -32,7 +32,7 @@ class Reference:
     half: float | None = None
 
     def matches(self, settings: Mapping[str, Any]) -> bool:
-        """Whether a run, by its saved settings, is one to compare."""
+        """Return True if a run with these saved settings is to be compared."""
         choice = settings["choice"]
         return (
             choice["name"] == self.name

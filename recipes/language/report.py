@@ -2,17 +2,18 @@
 
 from typing import Any
 
-from recipes.grid import short
-from recipes.language.check import check, halves, said
+from recipes.grid import format_value
+from recipes.language.check import check, format_half_way, format_loss
 from recipes.language.optimizers import WARM_DOWN
 from recipes.language.results import best, by_optimizer, muon, title
-from recipes.recipe import Results, table
+from recipes.recipe import Results
+from recipes.tables import checks_table, markdown, provenance
 
 __all__ = ["report"]
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     config = results["config"]
     runs = list(results["runs"].values())
     parameters = runs[0]["parameters"]
@@ -27,26 +28,26 @@ def report(results: Results) -> str:
         "**All trials**:",
         all_trials(results),
         "**Statements**:",
-        table(check(results), "expected"),
-        made_with(results),
+        checks_table(check(results), "expected"),
+        provenance(results),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def best_trials(results: Results) -> str:
     lines = []
-    for (_, batches), own in by_optimizer(results).items():
-        run, against = best(own), muon(results, batches)
-        behind = "-"
+    for (_, batches), group in by_optimizer(results).items():
+        run, against = best(group), muon(results, batches)
+        difference = "-"
         if against and against["last"] and run["last"]:
-            behind = f"{run['last'] - against['last']:+.3f}"
+            difference = f"{run['last'] - against['last']:+.3f}"
         per_parameter = run["state_bytes"] / run["parameters"]
         lines.append(
             [
-                *(title(run), trials(results, own), describe(run["settings"])),
-                *(halves(run), f"**{said(run)}**", behind),
-                multiple(run, against, "optimizer_ms", f"{run['optimizer_ms'] or 0:.2f}"),
-                multiple(run, against, "state_bytes", f"{per_parameter:.2f}"),
+                *(title(run), count_tried_settings(results, group), describe(run["settings"])),
+                *(format_half_way(run), f"**{format_loss(run)}**", difference),
+                with_ratio(run, against, "optimizer_ms", f"{run['optimizer_ms'] or 0:.2f}"),
+                with_ratio(run, against, "state_bytes", f"{per_parameter:.2f}"),
                 f"{run['step_ms']:,.0f}",
             ]
         )
@@ -55,14 +56,14 @@ def best_trials(results: Results) -> str:
     return markdown(heads, lines)
 
 
-def trials(results: Results, runs: list[dict[str, Any]]) -> int:
-    """How many settings were tried for these runs, also outside of the preset."""
+def count_tried_settings(results: Results, runs: list[dict[str, Any]]) -> int:
+    """Return the number of settings tried for these runs, also outside of the preset."""
     tried = {(t["label"], t["batches"]): t["tried"] for t in results["config"]["trials"]}
-    own = {(run["settings"]["label"], run["settings"]["batches"]) for run in runs}
-    return sum(tried.get(key, 1) for key in own)
+    labels = {(run["settings"]["label"], run["settings"]["batches"]) for run in runs}
+    return sum(tried.get(key, 1) for key in labels)
 
 
-def multiple(run: dict[str, Any], other: dict[str, Any] | None, name: str, text: str) -> str:
+def with_ratio(run: dict[str, Any], other: dict[str, Any] | None, name: str, text: str) -> str:
     if other is None or not other[name] or not run[name]:
         return text
     return f"{text} ({run[name] / other[name]:.2f})"
@@ -70,7 +71,7 @@ def multiple(run: dict[str, Any], other: dict[str, Any] | None, name: str, text:
 
 def all_trials(results: Results) -> str:
     lines = [
-        [name, describe(run["settings"]), halves(run), said(run)]
+        [name, describe(run["settings"]), format_half_way(run), format_loss(run)]
         for name, run in results["runs"].items()
     ]
     lines += [[name, "", "", "not run"] for name in results.get("missing", [])]
@@ -78,14 +79,14 @@ def all_trials(results: Results) -> str:
 
 
 def describe(settings: dict[str, Any]) -> str:
-    """The options that are numbers or say yes, the schedule, and who takes the rest."""
+    """Return numerical options, switches, schedule and the optimizer of the rest as text."""
     choice = settings["choice"]
     words = []
     for name, value in choice["options"].items():
         if isinstance(value, bool):
             words += [name] if value else []
         elif isinstance(value, int | float | str) and not (name == "weight_decay" and not value):
-            words.append(f"{name} {short(value)}")
+            words.append(f"{name} {format_value(value)}")
     if choice["name"] not in ("adamw", "sisa"):
         by = f"AdamW {choice['rest_lr']:g}" if choice["rest"] == "adamw" else "its own rule"
         words.append(f"rest by {by}")
@@ -94,20 +95,3 @@ def describe(settings: dict[str, Any]) -> str:
     if choice["warm_down"] != WARM_DOWN:
         words.append(f"warm-down {choice['warm_down']:g}")
     return ", ".join(words)
-
-
-def made_with(results: Results) -> str:
-    runs = list(results["runs"].values())
-    devices = dict.fromkeys(run["hardware"]["gpu"] or run["hardware"]["cpu"] for run in runs)
-    versions = dict.fromkeys(run["versions"]["torch"] for run in runs)
-    planned = len(runs) + len(results.get("missing", []))
-    done = f"{len(runs)} runs" if planned == len(runs) else f"{len(runs)} of {planned} runs"
-    minutes = sum(run["seconds"] for run in runs) / 60
-    return f"{done}, {minutes:.0f} minutes if added up; {', '.join(devices)}, torch " + (
-        f"{', '.join(versions)}."
-    )
-
-
-def markdown(heads: list[str], lines: list[list[Any]]) -> str:
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)

@@ -1,4 +1,4 @@
-"""What is kept of a run, and the runs by optimizer."""
+"""Condensed runs, and runs by optimizer."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ CURVES = ("step", "tokens", "loss", "val_loss")
 
 
 def condense(log: dict[str, Any]) -> dict[str, Any]:
-    """The last loss, times, state, and the curves.
+    """Return the last loss, times, state and the curves.
 
     Times are medians over the lines of the log after the first two: the first steps compile, and
     build the state.
@@ -35,44 +35,44 @@ def condense(log: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_ms(log: dict[str, Any]) -> float:
-    """Milliseconds of a whole step."""
+    """Return the milliseconds of a whole step."""
     first = min(2, len(log["step"]) - 2)
     steps = log["step"][-1] - log["step"][first]
     return 1000 * (log["elapsed"][-1] - log["elapsed"][first]) / max(1, steps)
 
 
 def loss_at(run: dict[str, Any], step: int) -> float | None:
-    """The validation loss after a step, if there was a validation."""
+    """Return the validation loss after a step, or None without a validation."""
     return dict(zip(run["step"], run["val_loss"], strict=True)).get(step)
 
 
 def by_optimizer(results: Results) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Runs by optimizer and number of batches, in the order of the plan."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    """Return runs by optimizer and number of batches, in the order of the plan."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in results["runs"].values():
         settings = run["settings"]
-        found.setdefault((settings["choice"]["name"], settings["batches"]), []).append(run)
-    return found
+        groups.setdefault((settings["choice"]["name"], settings["batches"]), []).append(run)
+    return groups
 
 
 def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the lowest last loss."""
+    """Return the run with the lowest last loss."""
     return min(runs, key=lambda run: math.inf if run["last"] is None else run["last"])
 
 
 def muon(results: Results, batches: int) -> dict[str, Any] | None:
-    """Muon's best run, which others are compared with.
+    """Return Muon's best run, which others are compared with.
 
     That with the same number of batches, or else any: with more batches Muon averages over the same
     data, so only rounding differs.
     """
-    found = by_optimizer(results)
-    runs = found.get(("muon", batches)) or found.get(("muon", 1))
+    groups = by_optimizer(results)
+    runs = groups.get(("muon", batches)) or groups.get(("muon", 1))
     return best(runs) if runs else None
 
 
 def title(run: dict[str, Any]) -> str:
-    """Such as "NSISA, m = 4"."""
+    """Return a title such as "NSISA, m = 4"."""
     settings = run["settings"]
     m = settings["batches"]
     return TITLES[settings["choice"]["name"]] + (f", m = {m}" if m > 1 else "")

@@ -1,13 +1,9 @@
-"""One run: the model, the tokens, the optimizers, and the loss as steps go by."""
+"""One run: the model, the tokens, the optimizers, and the loss by step."""
 
 import contextlib
-import dataclasses
-import json
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +13,13 @@ from recipes.language import optimizers, tokens
 from recipes.language.config import Config, Settings
 from recipes.language.model import SIZES, Sizes, build
 from recipes.recipe import Line
+from recipes.training import Training, finite_or_none, run_training
 
-__all__ = ["Training", "lacks", "micro_batch", "ready", "run"]
+__all__ = ["LanguageTraining", "micro_batch", "missing_requirement", "require_data", "run"]
 
 DIVERGED = 2.0  # times the loss of a guess
-MEMORY_SHARE = 0.6  # of what is free, for one forward and backward pass
-CPU_MEMORY = 2**31  # bytes for one, where nobody says how much there is
+MEMORY_SHARE = 0.6  # of the free memory, for one forward and backward pass
+CPU_MEMORY = 2**31  # bytes for one such pass on a CPU
 
 
 def run(
@@ -45,29 +42,11 @@ def run(
         checkpoints: folder to save in and to resume from; None for neither. The file of a run is
             removed when it is done.
     """
-    training = Training(settings, torch.device(device), data, compile)
-    file = None if checkpoints is None else Path(checkpoints) / f"{settings.name}.pt"
-    lines = [] if file is None else resume(training, file)
-    # A log is written from its beginning, so what it had is handed out again.
-    yield from lines
-    if not lines:
-        lines.append(training.line(validate=True))
-        yield lines[-1]
-    while training.step < settings.steps and not lines[-1]["diverged"]:
-        count = min(settings.log_every, settings.steps - training.step)
-        for _ in range(count):
-            training.round()
-        last = training.step == settings.steps
-        line = training.line(validate=last or training.step % settings.validate_every == 0)
-        lines.append(line)
-        if file is not None and not last and training.step % config.save_every == 0:
-            save(training, lines, file)
-        yield line
-    if file is not None:
-        file.unlink(missing_ok=True)
+    training = LanguageTraining(settings, torch.device(device), data, compile)
+    return run_training(training, checkpoints, config.save_every)
 
 
-class Training:
+class LanguageTraining(Training):
     """A model in training.
 
     Args:
@@ -77,10 +56,12 @@ class Training:
         compile: whether to compile the model.
     """
 
+    saved = ("model", "team")
+
     def __init__(
         self, settings: Settings, device: torch.device, data: str | None, compile: bool = False
     ) -> None:
-        self.settings, self.device, self.step = settings, device, 0
+        super().__init__(settings, device, settings.steps)
         sizes = SIZES[settings.model]
         train, validation = tokens.load(settings.tokens, data)
         share = settings.sequences // settings.batches
@@ -93,33 +74,44 @@ class Training:
         self.micro = settings.micro or micro_batch(sizes, share, device)
         self.forward = torch.compile(self.model) if compile else self.model
         self.stopwatch = Stopwatch(device)
-        self.elapsed, self._since = 0.0, time.perf_counter()
+        self._since = time.perf_counter()
         self._logged = 0  # the step of the last line
-        self._loss = torch.zeros((), device=device)  # added up since then
+        self._loss = torch.zeros((), device=device)  # summed up since then
+
+    def first_line(self) -> Line:
+        """Return the line before the first step."""
+        return self.line(validate=True)
+
+    def advance(self) -> Line:
+        """Train for `log_every` steps, or to the end, and return what to log."""
+        for _ in range(min(self.settings.log_every, self.total - self.done)):
+            self.round()
+        due = self.done % self.settings.validate_every == 0
+        return self.line(validate=due or self.done == self.total)
 
     def round(self) -> None:
-        """A step: a gradient per batch. Nothing in it waits for the device."""
+        """Take one step, with a gradient per batch, without waiting for the device."""
         choice, batches = self.settings.choice, self.settings.batches
-        rate = optimizers.factor(self.step, self.settings.steps, choice.warm_up, choice.warm_down)
+        rate = optimizers.factor(self.done, self.total, choice.warm_up, choice.warm_down)
         self.team.set_factor(rate)
         for part in range(batches):
             self._loss += self.gradient(self.draw(part)) / batches
             with self.stopwatch.lap():
                 self.team.step()
-        self.step += 1
+        self.done += 1
 
     def draw(self, part: int) -> Tensor:
-        """The sequences of this step's batch, on the device."""
-        drawn = torch.from_numpy(self.data.draw(self.step, part))
+        """Return the sequences of this step's batch, on the device."""
+        drawn = torch.from_numpy(self.data.draw(self.done, part))
         if self.device.type == "cuda":
             return drawn.pin_memory().to(self.device, non_blocking=True)
         return drawn
 
     def gradient(self, sequences: Tensor) -> Tensor:
-        """Add the gradient of their mean loss to the parameters'; returns the loss."""
+        """Add the gradient of the mean loss to the parameters' and return the loss."""
         total = torch.zeros((), device=self.device)
-        for some in sequences.split(self.micro):
-            loss = self.loss(some) * (len(some) / len(sequences))
+        for part in sequences.split(self.micro):
+            loss = self.loss(part) * (len(part) / len(sequences))
             loss.backward()
             total += loss.detach()
         return total
@@ -131,60 +123,49 @@ class Training:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The loss on the validation tokens."""
+        """Return the loss on the validation tokens."""
         total = torch.zeros((), device=self.device)
-        for some in self.validation.split(self.micro):
-            total += self.loss(some) * (len(some) / len(self.validation))
+        for part in self.validation.split(self.micro):
+            total += self.loss(part) * (len(part) / len(self.validation))
         return total.item()
 
     def line(self, validate: bool) -> Line:
-        """What there is to log now; waits for the device.
+        """Return what to log now; waits for the device.
 
-        `elapsed` are the seconds of training, without validation, since the start of the run, in
-        which compiling is the first; `optimizer_ms` is the time of all optimizer steps in a round,
-        on average since the last line.
+        `elapsed` are the seconds of training since the start of the run, with compiling and without
+        validation; `optimizer_ms` is the time of all optimizer steps in a round, on average since
+        the last line.
         """
-        rounds = self.step - self._logged
+        rounds = self.done - self._logged
         loss = self._loss.item() / rounds if rounds else None
         self.elapsed += time.perf_counter() - self._since if rounds else 0.0
         sizes = SIZES[self.settings.model]
         bound = DIVERGED * math.log(sizes.vocabulary)
         value = self.validate() if validate else None
-        seen = [x for x in (loss, value) if x is not None]
+        losses = [x for x in (loss, value) if x is not None]
         line: Line = {
-            "step": self.step,
-            "tokens": self.step * self.settings.sequences * sizes.context,
-            "loss": finite(loss),
-            "val_loss": finite(value),
+            "step": self.done,
+            "tokens": self.done * self.settings.sequences * sizes.context,
+            "loss": finite_or_none(loss),
+            "val_loss": finite_or_none(value),
             "elapsed": round(self.elapsed, 3),
             "optimizer_ms": round(self.stopwatch.total() / rounds, 4) if rounds else None,
             "state_bytes": optimizers.state_bytes(self.team),
-            "diverged": any(not x <= bound for x in seen),  # written so that NaN is among them
+            "diverged": any(not x <= bound for x in losses),  # true for NaN as well
         }
-        self._logged = self.step
+        self._logged = self.done
         self._loss.zero_()
         self._since = time.perf_counter()
         return line
 
-    def state(self) -> dict[str, Any]:
-        """All that it takes to go on; right after a line."""
-        parts = {"model": self.model.state_dict(), "optimizers": self.team.state_dict()}
-        return {"settings": key(self.settings), "step": self.step, **parts}
-
-    def load(self, state: dict[str, Any], elapsed: float) -> None:
-        """Go on from what `state` gave."""
-        self.model.load_state_dict(state["model"])
-        self.team.load_state_dict(state["optimizers"])
-        self.step = self._logged = state["step"]
-        self.elapsed, self._since = elapsed, time.perf_counter()
-
-
-def finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        super().load(state)
+        self._logged, self._since = self.done, time.perf_counter()
 
 
 class Stopwatch:
-    """Adds up the time of a device; on a GPU by events, so that nobody waits for them before."""
+    """A sum of times on a device, measured by events on a GPU, so that nothing has to wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._events = device, device.type == "cuda"
@@ -204,7 +185,7 @@ class Stopwatch:
         return event
 
     def total(self) -> float:
-        """Milliseconds of the laps since it was asked last."""
+        """Return the milliseconds of the laps since the last call."""
         laps, self._laps = self._laps, []
         if not self._events:
             return 1000 * sum(end - start for start, end in laps)
@@ -214,13 +195,13 @@ class Stopwatch:
 
 
 def micro_batch(sizes: Sizes, sequences: int, device: torch.device) -> int:
-    """How many sequences go through the model at once: a divisor, so that all are alike.
+    """Return the number of sequences to put through the model at once, a divisor of `sequences`.
 
     Logits cost most: in half precision, in float32, and the same for their gradients. A block keeps
     about 34 bytes per number of its input for the backward pass (twice that in float32).
     """
-    whole = 1 if device.type == "cuda" else 2
-    per_token = 12 * whole * sizes.rows + 34 * whole * sizes.layers * sizes.width
+    factor = 1 if device.type == "cuda" else 2
+    per_token = 12 * factor * sizes.rows + 34 * factor * sizes.layers * sizes.width
     free = CPU_MEMORY
     if device.type == "cuda":
         free = int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])
@@ -228,43 +209,12 @@ def micro_batch(sizes: Sizes, sequences: int, device: torch.device) -> int:
     return max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= room)
 
 
-# Checkpoints
-
-
-def key(settings: Settings) -> str:
-    """What a checkpoint must be of."""
-    return json.dumps(dataclasses.asdict(settings), sort_keys=True)
-
-
-def save(training: Training, lines: Sequence[Line], file: Path) -> None:
-    """Save a run with its log; an interruption leaves the file as it was."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    torch.save({**training.state(), "lines": list(lines)}, partial)
-    os.replace(partial, file)
-
-
-def resume(training: Training, file: Path) -> list[Line]:
-    """Load a checkpoint, if there is one of the same settings; returns what it had logged."""
-    if not file.is_file():
-        return []
-    state = torch.load(file, map_location=training.device, weights_only=True)
-    if state["settings"] != key(training.settings):
-        return []
-    lines: list[Line] = state["lines"]
-    training.load(state, float(lines[-1]["elapsed"] or 0))
-    return lines
-
-
-# Before the runs
-
-
-def ready(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
+def require_data(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
     """Raise FileNotFoundError if tokens are missing."""
-    for name in dict.fromkeys(each.tokens for each in settings):
+    for name in dict.fromkeys(run.tokens for run in settings):
         tokens.locate(name, data)
 
 
-def lacks(settings: Settings) -> str | None:
-    """Why this machine cannot do a run, or None."""
-    return optimizers.lacks(settings.choice)
+def missing_requirement(settings: Settings) -> str | None:
+    """Return why this machine cannot do a run, or None."""
+    return optimizers.missing_requirement(settings.choice)

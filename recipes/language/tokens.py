@@ -43,7 +43,7 @@ SUFFIXES = (".bin", ".bin.xz")
 
 
 def read_shard(path: Path) -> Tokens:
-    """The tokens of a file.
+    """Return the tokens of a file.
 
     Raises:
         FileNotFoundError: there is none.
@@ -87,7 +87,7 @@ def without_header(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> Tok
 
 @dataclass(frozen=True)
 class Source:
-    """Where tokens come from.
+    """The files of a token stream.
 
     Attributes:
         train: pattern of the files to train on, in a data folder, without their suffix; "" if
@@ -98,7 +98,7 @@ class Source:
 
     train: str
     validation: str
-    how: str
+    instructions: str
 
 
 SOURCES = {
@@ -118,7 +118,7 @@ SOURCES = {
 
 
 def locate(name: str, folder: str | os.PathLike[str] | None = None) -> tuple[list[Path], ...]:
-    """The files to train on and to validate on, each in the order of their names.
+    """Return the files to train on and to validate on, each sorted by name.
 
     Raises:
         FileNotFoundError: one kind is missing.
@@ -126,7 +126,7 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> tuple[lis
     if name not in SOURCES:
         raise ValueError(f"tokens must be one of {', '.join(SOURCES)}, got {name!r}")
     source, top = SOURCES[name], data_folder(folder)
-    found = []
+    files = []
     for pattern in filter(None, (source.train, source.validation)):
         shards: dict[str, Path] = {}
         for suffix in reversed(SUFFIXES):  # the one that needs no decoding comes last, and stays
@@ -135,15 +135,15 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> tuple[lis
         if not shards:
             raise FileNotFoundError(
                 f"tokens {name!r} need {pattern}{' or '.join(SUFFIXES)} in the folder {top}. "
-                f"{source.how} --data or TORCHPISA_DATA names another folder."
+                f"{source.instructions} --data or TORCHPISA_DATA names another folder."
             )
-        found.append([shards[key] for key in sorted(shards)])
-    return tuple(found)
+        files.append([shards[key] for key in sorted(shards)])
+    return tuple(files)
 
 
 @cache  # one process does many runs
 def load(name: str, folder: str | None = None) -> tuple["Stream", "Stream"]:
-    """The streams to train on and to validate on."""
+    """Return the streams to train on and to validate on."""
     if name == "python":
         return Stream([library_text(TRAIN)]), Stream([library_text(VALIDATION)])
     train, validation = locate(name, folder)
@@ -158,7 +158,7 @@ VALIDATION = ("_pyio", "shutil", "socket")
 
 
 def library_text(modules: Sequence[str]) -> Tokens:
-    """Modules of the standard library, those that this Python has, a token per byte."""
+    """Return modules of this Python's standard library, a token per byte."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [folder / f"{module}.py" for module in modules]
     text = b"".join(file.read_bytes() for file in files if file.is_file())
@@ -169,7 +169,7 @@ def library_text(modules: Sequence[str]) -> Tokens:
 
 
 class Stream:
-    """Shards one after the other.
+    """Shards, one after the other.
 
     Args:
         shards: of tokens.
@@ -183,7 +183,7 @@ class Stream:
         return int(self._ends[-1])
 
     def read(self, start: int, length: int) -> Tokens:
-        """So many tokens from a place on, across the ends of shards."""
+        """Return `length` tokens from `start` on, across the ends of shards."""
         if not 0 <= start <= start + length <= len(self):
             raise ValueError(
                 f"start and length must lie in the {len(self)} tokens, got {start} and {length}"
@@ -201,7 +201,7 @@ class Stream:
 def windows(
     stream: Stream, start: int, count: int, context: int, vocabulary: int = 2**16
 ) -> Windows:
-    """Consecutive windows of `context` tokens, each with the first token of the next one.
+    """Return consecutive windows of `context` tokens, each with the first token of the next.
 
     Raises:
         ValueError: a token is not in the vocabulary; on a GPU it would end the process.
@@ -245,7 +245,7 @@ class Batches:
             )
 
     def draw(self, step: int, part: int) -> Windows:
-        """What a step takes from a part: (sequences, context + 1).
+        """Return the sequences that a step takes from a part: (sequences, context + 1).
 
         Args:
             step: from 0.

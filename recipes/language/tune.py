@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.grid import Value, label, parse_grid
+from recipes.execution import Runs
+from recipes.grid import Value, parse_grid, run_label
 from recipes.language import model, optimizers
 from recipes.language.config import PRESETS, Config, Settings, Trial, plan
 from recipes.language.optimizers import NAMES, Choice, choose
 from recipes.language.results import best, condense
-from recipes.language.run import ready, run
-from recipes.work import Runs
+from recipes.language.run import require_data, run
 
 __all__ = ["main", "trials"]
 
@@ -32,27 +32,27 @@ FIELDS = ("warm_up", "warm_down", "rest_lr")  # of a `Choice`; the rest are opti
 def trials(
     base: Choice, grid: Mapping[str, Sequence[Value]], config: Config, batches: int = 1
 ) -> dict[str, Settings]:
-    """All combinations of a grid, by name."""
-    made = []
+    """Return all combinations of a grid, by name."""
+    trials = []
     for values in itertools.product(*grid.values()):
         point: dict[str, Any] = dict(zip(grid, values, strict=True))
-        name = f"{base.name}_{label(point)}"
+        name = f"{base.name}_{run_label(point)}"
         name += f"_rest_{base.rest}" if base.rest != "adamw" else ""
         name += f"_steps{config.steps}"
-        own: dict[str, Any] = {key: point.pop(key) for key in FIELDS if key in point}
-        if "warm_up" in own:
-            own["warm_up"] = int(own["warm_up"])
+        fields: dict[str, Any] = {key: point.pop(key) for key in FIELDS if key in point}
+        if "warm_up" in fields:
+            fields["warm_up"] = int(fields["warm_up"])
         # Options that count things are whole numbers.
         point = {
             key: int(v) if type(base.options.get(key)) is int else v for key, v in point.items()
         }
-        choice = dataclasses.replace(base, options={**base.options, **point}, **own)
-        made.append(Trial(choice, name, batches))
-    return plan(dataclasses.replace(config, trials=tuple(made)))
+        choice = dataclasses.replace(base, options={**base.options, **point}, **fields)
+        trials.append(Trial(choice, name, batches))
+    return plan(dataclasses.replace(config, trials=tuple(trials)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from recipes.__main__ import add_resources, resources
+    from recipes.__main__ import add_resource_options, read_resource_options
 
     parser = argparse.ArgumentParser(
         "python -m recipes.language.tune", description="Try a grid of settings"
@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="default: the preset's")
     parser.add_argument("--grid", nargs="+", default=[], metavar="NAME=A,B")
     parser.add_argument("--out", type=Path, default=Path("runs/tune_language"), help="folder")
-    takes = ("device", "data", "compile", "checkpoints")
-    add_resources(parser, takes)
+    option_names = ("device", "data", "compile", "checkpoints")
+    add_resource_options(parser, option_names)
     args = parser.parse_args(argv)
-    options = resources(parser, args, takes)
+    options = read_resource_options(parser, args, option_names)
     try:
         grid = parse_grid(args.grid)
     except argparse.ArgumentTypeError as error:
@@ -76,39 +76,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.steps is not None:
         config = dataclasses.replace(config, steps=args.steps)
     base = choose(args.optimizer, rest=args.rest)
-    reason = optimizers.lacks(base)
+    reason = optimizers.missing_requirement(base)
     if reason is not None:
         parser.error(reason)
     try:
         settings = trials(base, grid, config, args.batches)
-        for each in settings.values():  # a wrong setting is found before anything runs
-            optimizers.build(each.choice, model.build(model.SIZES["tiny"], 0), each.batches)
+        for trial in settings.values():  # raises for a wrong setting, before anything runs
+            optimizers.build(trial.choice, model.build(model.SIZES["tiny"], 0), trial.batches)
     except (TypeError, ValueError) as error:
         parser.error(f"--grid: {error}")
     runs = Runs(run, config, settings, args.out / "logs", options, {}, args.jobs)
     try:
-        ready(list(settings.values()), **options)
+        require_data(list(settings.values()), **options)
     except FileNotFoundError as missing:
         parser.error(str(missing))
-    runs.do(list(settings))
+    runs.run_missing(list(settings))
     path = args.out / f"{args.preset}_{args.optimizer}_m{args.batches}.json"
     before = json.loads(path.read_text(encoding="utf-8"))["trials"] if path.is_file() else {}
-    found = summarise({name: runs.log(name) for name in settings}, before)
-    print(f"best of {found['count']}: {found['best']}")
-    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    summary = summarise({name: runs.log(name) for name in settings}, before)
+    print(f"best of {summary['count']}: {summary['best']}")
+    path.write_text(json.dumps(summary) + "\n", encoding="utf-8")
     print(path)
 
 
 def summarise(
     logs: Mapping[str, dict[str, Any] | None], before: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The best, of how many trials, and what came of each, those `before` included."""
+    """Return the best trial, the number of trials and all of them, those `before` included."""
     new = {name: condense(log) for name, log in logs.items() if log is not None}
     done = {**before, **new}
-    for name, each in done.items():
-        print(f"{each['last'] if each['last'] is not None else 'diverged':>9}  {name}")
+    for name, trial in done.items():
+        print(f"{trial['last'] if trial['last'] is not None else 'diverged':>9}  {name}")
     winner = best(list(done.values()))
-    chosen = next(name for name, each in done.items() if each is winner)
+    chosen = next(name for name, run in done.items() if run is winner)
     return {"count": len(done), "best": chosen, "trials": done}
 
 

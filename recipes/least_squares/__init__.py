@@ -1,5 +1,7 @@
 """The paper's study of sigma and gamma on least squares, Appendix A.2."""
 
+import dataclasses
+
 from recipes.least_squares.check import check
 from recipes.least_squares.config import PRESETS, plan
 from recipes.least_squares.figure import draw
@@ -15,4 +17,6 @@ RECIPE = Recipe(
     run=run,
     check=check,
     draw=draw,
+    run_key=dataclasses.asdict,
+    partial=False,
 )

@@ -1,4 +1,4 @@
-"""The paper's statements about the four panels, held against the curves."""
+"""The paper's statements about the four panels, compared with the curves."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ CLOSE = 0.02  # curves this close, relative to the gap at the start, follow the 
 
 
 def curves(results: Results, panel: str) -> dict[float, list[float]]:
-    """The gaps of a panel's runs, by the value that is varied."""
+    """Return the gaps of a panel's runs, by the value that is varied."""
     return {
         value: results["runs"][settings.name]["gap"]
         for value, settings in PANELS[panel].runs.items()
@@ -24,20 +24,20 @@ def curves(results: Results, panel: str) -> dict[float, list[float]]:
 
 
 def rises(gaps: Sequence[float]) -> list[float]:
-    """By how many decades the gap rises in each iteration; 0 where it falls."""
+    """Return the decades by which the gap rises in each iteration; 0 where it falls."""
     logs = [math.log10(max(gap, FLOOR)) for gap in gaps]
     return [max(0.0, after - before) for before, after in pairwise(logs)]
 
 
 def arrival(gaps: Sequence[float]) -> int | None:
-    """The first iteration from which the optimal value is reached for good; None if never."""
+    """Return the first iteration from which the optimum is reached for good, or None."""
     above = [iteration for iteration, gap in enumerate(gaps) if gap > REACHED]
     first = above[-1] + 1 if above else 0
     return first if first < len(gaps) else None
 
 
 def settling(gaps: Sequence[float]) -> int:
-    """The first iteration from which the gap stays where it ends."""
+    """Return the first iteration from which the gap stays where it ends."""
     end = gaps[-1]
     away = [i for i, gap in enumerate(gaps) if abs(gap - end) > SETTLED * end]
     return away[-1] + 1 if away else 0
@@ -48,13 +48,13 @@ def increasing(values: Sequence[float]) -> bool:
 
 
 def check(results: Results) -> list[Check]:
-    """All statements, panel by panel."""
-    of_sigma = [c for panel in ("a", "b") for c in about_sigma(panel, curves(results, panel))]
-    of_gamma = [*about_gamma(curves(results, "c")), *about_k0(curves(results, "d"))]
-    return [*of_sigma, *of_gamma]
+    """Check all statements, panel by panel."""
+    sigma_checks = [c for panel in ("a", "b") for c in check_sigma(panel, curves(results, panel))]
+    gamma_checks = [*check_gamma(curves(results, "c")), *check_k0(curves(results, "d"))]
+    return [*sigma_checks, *gamma_checks]
 
 
-def about_sigma(panel: str, gaps: dict[float, list[float]]) -> Iterator[Check]:
+def check_sigma(panel: str, gaps: dict[float, list[float]]) -> Iterator[Check]:
     up = {sigma: rises(gaps[sigma]) for sigma in SIGMAS}
     arrived = {sigma: arrival(gaps[sigma]) for sigma in SIGMAS}
     ends = {sigma: gaps[sigma][-1] for sigma in SIGMAS}
@@ -64,26 +64,28 @@ def about_sigma(panel: str, gaps: dict[float, list[float]]) -> Iterator[Check]:
         panel,
         "σ⁰ = 2²: fluctuates significantly during the first 100 iterations, but eventually "
         "converges to the optimal value",
-        f"{climb(up[4])}, the last time in iteration {last}; {reached(arrived[4])}",
+        f"{format_rises(up[4])}, the last time in iteration {last}; {format_arrival(arrived[4])}",
         sum(up[4]) > 1 and last <= 100 and arrived[4] is not None,
     )
     yield Check(
         panel,
         "σ⁰ = 2⁴ or 2⁵: more stable, reaches the optimum efficiently",
-        f"2⁴ {climb(up[16])}, {reached(arrived[16])}; 2⁵ {climb(up[32])}, {reached(arrived[32])}",
+        f"2⁴ {format_rises(up[16])}, {format_arrival(arrived[16])}; "
+        f"2⁵ {format_rises(up[32])}, {format_arrival(arrived[32])}",
         max(sum(up[16]), sum(up[32])) < 0.1 * sum(up[4]) and None not in (arrived[16], arrived[32]),
     )
     yield Check(
         panel,
         "σ⁰ > 2⁶: very smooth, but fails to reach the optimal value",
-        f"2⁷ {climb(up[128])} and ends {ends[128]:.1e} above; 2⁶ {ends[64]:.1e}, 2⁵ {ends[32]:.1e}",
+        f"2⁷ {format_rises(up[128])} and ends {ends[128]:.1e} above; 2⁶ {ends[64]:.1e}, "
+        f"2⁵ {ends[32]:.1e}",
         sum(up[128]) == 0
         and arrived[128] is None
         and increasing([ends[sigma] for sigma in (32, 64, 128)]),
     )
 
 
-def about_gamma(gaps: dict[float, list[float]]) -> Iterator[Check]:
+def check_gamma(gaps: dict[float, list[float]]) -> Iterator[Check]:
     ends = [gaps[gamma][-1] for gamma in GAMMAS]
     arrived = [arrival(gaps[gamma]) for gamma in GAMMAS]
     yield Check(
@@ -96,23 +98,23 @@ def about_gamma(gaps: dict[float, list[float]]) -> Iterator[Check]:
     yield Check(
         "c",
         "smaller γ leads to faster convergence",
-        f"settled after {listed(settled)} iterations (γ = {listed(GAMMAS[:-1])})",
+        f"settled after {join_values(settled)} iterations (γ = {join_values(GAMMAS[:-1])})",
         increasing(settled),
     )
     yield Check(
         "c",
         "at the cost of solution quality",
-        f"ends above the optimal value by {listed(f'{end:.1e}' for end in ends)}",
+        f"ends above the optimal value by {join_values(f'{end:.1e}' for end in ends)}",
         increasing(ends[::-1]),
     )
 
 
-def about_k0(gaps: dict[float, list[float]]) -> Iterator[Check]:
+def check_k0(gaps: dict[float, list[float]]) -> Iterator[Check]:
     arrived = [arrival(gaps[gamma]) for gamma in GAMMAS]
     yield Check(
         "d",
         "all curves converge to the optimal value",
-        f"reached after {listed(arrived)} iterations",
+        f"reached after {join_values(arrived)} iterations",
         None not in arrived,
     )
     apart = max(max(column) - min(column) for column in zip(*gaps.values(), strict=True))
@@ -125,13 +127,13 @@ def about_k0(gaps: dict[float, list[float]]) -> Iterator[Check]:
     )
 
 
-def climb(up: Sequence[float]) -> str:
+def format_rises(up: Sequence[float]) -> str:
     return f"rises by {sum(up):.1f} decades in all" if sum(up) > 0 else "never rises"
 
 
-def reached(iterations: int | None) -> str:
+def format_arrival(iterations: int | None) -> str:
     return "not reached" if iterations is None else f"reached after {iterations} iterations"
 
 
-def listed(values: Iterable[object]) -> str:
+def join_values(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))

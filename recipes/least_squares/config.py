@@ -10,7 +10,7 @@ __all__ = ["GAMMAS", "PANELS", "PRESETS", "SIGMAS", "Config", "Panel", "Settings
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share."""
+    """Settings that all runs share."""
 
     batches: int  # m
     features: int  # w is in R^features
@@ -31,7 +31,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What sets a run apart: the preconditioner, sigma^0, and gamma every k0 iterations."""
+    """The settings of one run: the preconditioner, sigma^0, and gamma every k0 iterations."""
 
     preconditioner: Literal["hessian", "second_moment"]
     sigma: float
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture: its runs, by the value that is varied, and how it is called."""
+    """A panel of the picture with its runs, by the value that is varied."""
 
     title: str
     letter: str
@@ -69,5 +69,5 @@ PANELS = {
 
 
 def plan(config: Config) -> dict[str, Settings]:
-    """All runs by name; those of several panels once."""
+    """Return all runs by name; one that several panels share occurs once."""
     return {s.name: s for panel in PANELS.values() for s in panel.runs.values()}

@@ -1,4 +1,4 @@
-"""The four panels: how far the objective is above its minimum, against iterations."""
+"""The four panels: the objective's distance from its minimum over iterations."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from recipes.least_squares.check import REACHED, curves
 from recipes.least_squares.config import PANELS
 from recipes.recipe import Results
-from recipes.style import COLOURS, DASHES, INK, look
+from recipes.style import COLOURS, DASHES, INK, figure_style
 
 __all__ = ["draw"]
 
@@ -15,20 +15,20 @@ POWERS = dict(zip((4, 8, 16, 32, 64, 128), "²³⁴⁵⁶⁷", strict=True))
 
 
 def draw(results: Results, path: Path) -> None:
-    """Two rows of two; the axes are the same in all."""
+    """Draw two rows of two panels with the same axes."""
     from matplotlib.figure import Figure
 
-    with look("least_squares"):
+    with figure_style("least_squares"):
         figure = Figure((8, 6.4), layout="constrained")
         every = figure.subplots(2, 2, sharex=True, sharey=True)
         for axes, letter in zip(every.flat, PANELS, strict=True):
-            panel(axes, results, letter)
+            draw_panel(axes, results, letter)
         figure.supxlabel("iterations", fontsize=9)
         figure.supylabel("F(w) / F* − 1", fontsize=9)
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-def panel(axes: Any, results: Results, letter: str) -> None:
+def draw_panel(axes: Any, results: Results, letter: str) -> None:
     # Colours go from the smallest value to the largest.
     for colour, (value, gaps) in zip(COLOURS, curves(results, letter).items(), strict=True):
         label = f"{PANELS[letter].letter} = "

@@ -1,4 +1,4 @@
-"""One curve: the data, the optimizer, and how far the objective is from its minimum."""
+"""One curve: the data, the optimizer, and the objective's distance from its minimum."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ class Problem:
     optimum: Tensor
 
     def gap(self, w: Tensor) -> float:
-        """(F(w) - F*) / F*. Not as a difference, which would end at the rounding of F."""
+        """Return (F(w) - F*) / F*, not as a difference, which would end at the rounding of F."""
         rest = self.a @ self.optimum - self.b
         return float((self.a @ (w - self.optimum)).square().sum() / rest.square().sum())
 
 
 def make(config: Config) -> Problem:
-    """A third of the samples normal, a third Student-t(5), a third uniform on [-5, 5]."""
+    """Make a problem: samples a third each normal, Student-t(5), and uniform on [-5, 5]."""
     generator = torch.Generator().manual_seed(config.seed)
     options = {"generator": generator, "dtype": torch.float64}
     span = (config.smallest, config.largest + 1)

@@ -6,13 +6,13 @@ import dataclasses
 from recipes.recipe import Recipe
 from recipes.rl.config import ALGORITHMS, EXTRA, OPTIMIZERS, PRESETS, TASKS, Config, plan
 from recipes.rl.results import check, condense, draw, report
-from recipes.rl.run import PACKAGES, lacks, run
+from recipes.rl.run import PACKAGES, missing_requirement, run
 
 __all__ = ["RECIPE"]
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Options for a part of a preset."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add options that choose a part of a preset."""
     several = {"action": "append", "help": "may be given several times; default: the preset's"}
     parser.add_argument("--task", choices=list(TASKS), **several)
     parser.add_argument(
@@ -24,8 +24,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(config: Config, args: argparse.Namespace) -> Config:
-    """The preset with these options in place of its own."""
-    given = {
+    """Return the preset, changed by these options."""
+    changes = {
         "tasks": tuple(dict.fromkeys(args.task or ())),
         "algorithm": args.algorithm,
         "optimizers": tuple(dict.fromkeys(args.optimizer or ())),
@@ -33,7 +33,7 @@ def configure(config: Config, args: argparse.Namespace) -> Config:
         "seeds": args.seeds,
     }
     return dataclasses.replace(
-        config, **{name: value for name, value in given.items() if value not in (None, ())}
+        config, **{name: value for name, value in changes.items() if value not in (None, ())}
     )
 
 
@@ -44,14 +44,12 @@ RECIPE = Recipe(
     run=run,
     check=check,
     draw=draw,
-    takes=("checkpoints",),
-    lacks=lacks,
-    depends=lambda config: {},  # the settings of a run say all
+    options=("checkpoints",),
+    missing_requirement=missing_requirement,
     condense=condense,
     report=report,
-    partial=True,
     length=lambda settings: settings.epochs + 1,
-    arguments=arguments,
+    add_arguments=add_arguments,
     configure=configure,
     packages=PACKAGES,
 )

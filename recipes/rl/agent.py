@@ -68,7 +68,7 @@ class Agent:
         self.collector.reset()
 
     def update(self) -> CollectStats:
-        """Collect with the present weights, learn from it; returns what was collected."""
+        """Collect with the present weights, learn from that, and return what was collected."""
         with policy_within_training_step(self.policy):
             collected = self.collector.collect(n_step=self.settings.collect)
             self.algorithm.update(
@@ -80,7 +80,7 @@ class Agent:
         return collected
 
     def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
-        """Play the episodes of an evaluation, from the same beginnings every time.
+        """Play the episodes of an evaluation, from the same initial states every time.
 
         Actions are drawn, as in Tianshou's examples, by a generator of the evaluation's own, so the
         training goes on as if there had been none.
@@ -105,15 +105,15 @@ class Agent:
         return rewards, lengths
 
     def finite(self) -> bool:
-        """Whether all weights are numbers."""
+        """Return True if all weights are finite."""
         return all(bool(param.isfinite().all()) for param in self.algorithm.parameters())
 
     def state(self) -> dict[str, Any]:
-        """All that it takes to go on to the last bit; between two updates only."""
+        """Return all that is needed to continue bit by bit; between two updates only."""
         return {
             "algorithm": self.algorithm.state_dict(),
             "schedulers": [each.state_dict() for each in self.algorithm.lr_schedulers],
-            # Tianshou keeps this one out of its state_dict.
+            # Tianshou leaves this out of its state_dict.
             "returns": vars(self.algorithm.ret_rms),
             "observations": vars(self.environments.get_obs_rms()),
             "environments": [env_state(each.env) for each in workers(self.environments)],
@@ -126,7 +126,7 @@ class Agent:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         self.algorithm.load_state_dict(dict(state["algorithm"]))
         for each, saved in zip(self.algorithm.lr_schedulers, state["schedulers"], strict=True):
             each.load_state_dict(saved)
@@ -142,7 +142,7 @@ class Agent:
         np.random.set_state(numpy_state)
 
 
-# What of Tianshou's collector and buffers outlives an update.
+# Attributes of Tianshou's collector and buffers that outlive an update.
 COLLECTOR = ("_pre_collect_obs_RO", "_pre_collect_info_R", "_pre_collect_hidden_state_RH")
 COLLECTOR += ("collect_step", "collect_episode", "collect_time")
 EPISODE = ("_ep_return", "_ep_len")
@@ -152,7 +152,7 @@ EPISODE = ("_ep_return", "_ep_len")
 
 
 class WithoutInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Leave out the details of rewards, which nobody reads and Tianshou takes long to copy."""
+    """A wrapper that drops the details of rewards, which are not used and slow to copy."""
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         return super().reset(**options)[0], {}
@@ -162,30 +162,30 @@ class WithoutInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def make(environment: str, **options: Any) -> gymnasium.Env[Any, Any]:
-    """One environment."""
-    # Left alone, MuJoCo writes its warnings to a file in the working folder.
+    """Make one environment."""
+    # By default MuJoCo writes its warnings to a file in the working folder.
     mujoco.set_mju_user_warning(logging.getLogger("mujoco").info)
     return WithoutInfo(gymnasium.make(environment, disable_env_checker=True, **options))
 
 
 def vector(environment: str, count: int, learn: bool = True) -> VectorEnvNormObs:
-    """Several, whose observations are normalised; those that learn also adapt how."""
-    together = DummyVectorEnv([lambda: make(environment) for _ in range(count)])
-    return VectorEnvNormObs(together, update_obs_rms=learn)
+    """Make several environments whose observations are normalised; `learn` adapts how."""
+    environments = DummyVectorEnv([lambda: make(environment) for _ in range(count)])
+    return VectorEnvNormObs(environments, update_obs_rms=learn)
 
 
 def workers(environments: VectorEnvNormObs) -> Sequence[Any]:
-    """One for each environment."""
+    """Return the workers, one for each environment."""
     return environments.venv.workers
 
 
 def seeds(seed: int, count: int) -> list[int]:
-    """One for each environment."""
+    """Return seeds, one for each environment."""
     return [int(word) for word in np.random.SeedSequence(seed).generate_state(count)]
 
 
 def env_state(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
-    """Of an environment in the middle of an episode.
+    """Return the state of an environment in the middle of an episode.
 
     MuJoCo's data as a whole: rewards and observations also depend on quantities that are derived
     from positions and velocities a step earlier.
@@ -199,7 +199,7 @@ def env_state(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
 
 
 def load_env(env: gymnasium.Env[Any, Any], state: dict[str, Any]) -> None:
-    """Take an environment to where `env_state` was."""
+    """Set an environment to a state of `env_state`."""
     base: Any = env.unwrapped
     mujoco.mj_copyData(base.data, base.model, pickle.loads(zlib.decompress(state["data"])))
     base.np_random.bit_generator.state = state["random"]
@@ -221,12 +221,12 @@ def network(environments: VectorEnvNormObs) -> Net:
 
 
 def policy(environments: VectorEnvNormObs, space: gymnasium.Space[Any]) -> ProbabilisticActorPolicy:
-    """Gaussian actions whose mean is a network's and whose spread is learned by itself."""
+    """Build a policy of Gaussian actions: a network gives the mean, a parameter the spread."""
     actor = ContinuousActorProbabilistic(
         preprocess_net=network(environments), action_shape=space.shape, unbounded=True
     )
     with warnings.catch_warnings():
-        # Tianshou takes the actor, which is not bounded, for one that is.
+        # Tianshou mistakes the actor, which is not bounded, for one that is.
         warnings.filterwarnings("ignore", "action_scaling and action_bound_method")
         return ProbabilisticActorPolicy(
             actor=actor,
@@ -242,7 +242,7 @@ def gaussian(parameters: tuple[Tensor, Tensor]) -> Distribution:
 
 
 def initialise(actor: ContinuousActorProbabilistic, critic: ContinuousCritic) -> None:
-    """As Tianshou's examples do: orthogonal weights, and first actions close to zero."""
+    """Initialise as Tianshou's examples do: orthogonal weights, first actions close to zero."""
     nn.init.constant_(actor.sigma_param, -0.5)
     for module in ActorCritic(actor, critic).modules():
         if isinstance(module, nn.Linear):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.optimizers import Choice
-from recipes.rows import ROWS
+from recipes.paper_table import PAPER_TABLE
 
 __all__ = ["ALGORITHMS", "EXTRA", "OPTIMIZERS", "PRESETS", "TASKS"]
 __all__ += ["Algorithm", "Config", "Settings", "Task", "choose", "label", "plan", "settings"]
@@ -83,7 +83,7 @@ ROW = {"ppo": "ant", "a2c": "half_cheetah"}
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         tasks: some of `TASKS`.
@@ -130,7 +130,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on.
+    """The settings of one run: everything that its result depends on.
 
     Attributes:
         task: one of `TASKS`.
@@ -164,41 +164,41 @@ class Settings:
 
     @property
     def collects(self) -> int:
-        """How often an epoch collects: as in Tianshou's trainer, until it has its steps."""
+        """Return the number of collections in an epoch, which end as in Tianshou's trainer."""
         return -(-self.epoch_steps // self.collect)
 
     @property
     def rounds(self) -> int:
-        """Moves of the weights in an epoch. The paper's n, but every pass over samples counts."""
+        """Return the rounds in an epoch: the paper's n, counting every pass over samples."""
         minibatches = self.collect // self.minibatch if self.minibatch else 1
         return self.collects * self.repeat * minibatches // self.choice.batches
 
 
 def label(task: str, algorithm: str, optimizer: str, seed: int) -> str:
-    """The name of a run."""
+    """Return the name of a run."""
     return f"{task}_{algorithm}_{optimizer}_seed{seed}"
 
 
 def choose(task: str, algorithm: str, optimizer: str) -> Choice:
-    """How an optimizer is set: `sisa` by the paper's row, the others by Tianshou's learning rate.
+    """Return an optimizer's settings: `sisa` has the paper's row, others Tianshou's learning rate.
 
     Nothing was tuned for any of them.
     """
     if optimizer != "sisa":
         name = optimizer.partition("_")[0]
         return Choice(name, {"lr": ALGORITHMS[algorithm].lr}, label=optimizer)
-    row = ROWS[f"rl/{task if TASKS[task].algorithm == algorithm else ROW[algorithm]}"]
+    row = PAPER_TABLE[f"rl/{task if TASKS[task].algorithm == algorithm else ROW[algorithm]}"]
     return Choice("sisa", {"sigma": row.sigma, "rho": row.rho, "beta": row.beta}, row.batches)
 
 
 def settings(config: Config, task: str, optimizer: str, seed: int) -> Settings:
-    """One run of a configuration."""
+    """Return one run of a configuration."""
     algorithm = config.algorithm or TASKS[task].algorithm
     tianshou, choice = ALGORITHMS[algorithm], choose(task, algorithm, optimizer)
     collect, minibatch = tianshou.collect, tianshou.minibatch
     if choice.batches > 1:
-        minibatch = ROWS[f"rl/{task}"].samples
-        # Where Tianshou takes one gradient of all that it collected, a collection is a round here.
+        minibatch = PAPER_TABLE[f"rl/{task}"].samples
+        # If Tianshou takes one gradient of all that it collected, a collection is a round here.
         collect = collect if tianshou.minibatch else choice.batches * minibatch
     return Settings(
         task=task,
@@ -219,7 +219,7 @@ def settings(config: Config, task: str, optimizer: str, seed: int) -> Settings:
 
 
 def plan(config: Config) -> dict[str, Settings]:
-    """All runs by name, task after task, so that an early end leaves whole comparisons."""
+    """Return all runs by name, task by task, so that an early end leaves complete comparisons."""
     runs = [
         settings(config, task, optimizer, seed)
         for optimizers in (OPTIMIZERS, EXTRA)

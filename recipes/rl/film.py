@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from recipes.rl.run import lacks, load
+from recipes.rl.run import load, missing_requirement
 
-__all__ = ["main", "picture", "play", "stage"]
+__all__ = ["main", "make_filmable", "play", "write_picture"]
 
 
-def stage(environment: str, size: int) -> Any:
+def make_filmable(environment: str, size: int) -> Any:
     """Return an environment that can be filmed.
 
     Args:
@@ -30,16 +30,16 @@ def stage(environment: str, size: int) -> Any:
     """
     from recipes.rl.agent import make
 
-    made = make(environment, render_mode="rgb_array", width=size, height=size)
-    made.reset()
+    env = make(environment, render_mode="rgb_array", width=size, height=size)
+    env.reset()
     try:
-        made.render()
-    except Exception as error:  # OpenGL's libraries raise all kinds
+        env.render()
+    except Exception as error:  # OpenGL's libraries raise many kinds
         raise RuntimeError(
             f"MuJoCo found no renderer ({error!r}); without a screen, set MUJOCO_GL to egl or "
             "osmesa and install its library"
         ) from error
-    return made
+    return env
 
 
 def play(state: dict[str, Any], environment: Any, every: int, seed: int) -> tuple[list[Any], float]:
@@ -47,7 +47,7 @@ def play(state: dict[str, Any], environment: Any, every: int, seed: int) -> tupl
 
     Args:
         state: what `recipes.rl.run.load` returned.
-        environment: from `stage`.
+        environment: from `make_filmable`.
         every: steps from one frame to the next.
         seed: of the episode.
 
@@ -71,7 +71,7 @@ def play(state: dict[str, Any], environment: Any, every: int, seed: int) -> tupl
     return frames, total
 
 
-def picture(frames: Sequence[Any], path: Path, count: int, pause: float) -> None:
+def write_picture(frames: Sequence[Any], path: Path, count: int, pause: float) -> None:
     """Write a strip of `count` frames, or all of them as an animation if the file is a .gif.
 
     Args:
@@ -105,19 +105,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--{name} must be >= 1, got {getattr(args, name)}")
     if not args.checkpoint.is_file():
         parser.error(f"CHECKPOINT must be a file that the recipe wrote, got {args.checkpoint}")
-    reason = lacks()
+    reason = missing_requirement()
     if reason is not None:
         sys.exit(reason)
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
     state = load(args.checkpoint)
     try:
-        environment = stage(state["settings"].environment, args.size)
+        environment = make_filmable(state["settings"].environment, args.size)
     except RuntimeError as error:
         sys.exit(str(error))
     frames, reward = play(state, environment, args.every, args.seed)
     path = args.out or args.checkpoint.with_suffix(".png")
-    picture(frames, path, args.frames, args.every * environment.unwrapped.dt)
+    write_picture(frames, path, args.frames, args.every * environment.unwrapped.dt)
     print(f"{path}  reward {reward:.0f}")
 
 

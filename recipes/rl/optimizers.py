@@ -1,4 +1,4 @@
-"""The optimizers of the recipe, as factories for Tianshou: the one place that sets them."""
+"""The optimizers of the recipe, as factories for Tianshou."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ __all__ = ["EpochDecay", "factory"]
 
 @dataclass(frozen=True)
 class EpochDecay:
-    r"""The \(\gamma_\ell\) of the paper's reinforcement learning, once per epoch.
+    r"""The \(\gamma_\ell\) of the paper's reinforcement learning, applied once per epoch.
 
     \(1 - 1/(E - \lfloor \ell/n \rfloor)\) in every last round of an epoch, 1 in all others: after k
     epochs sigma is \(E/(E - k)\) times its first value, as with Tianshou's linear decay of the
@@ -41,7 +41,7 @@ class EpochDecay:
 
 
 def factory(settings: Settings) -> OptimizerFactory:
-    """Return what makes the optimizer of a run.
+    """Return the factory of a run's optimizer.
 
     What has a learning rate has Tianshou's, and its linear decay; SISA with the paper's row has a
     gamma, which is a decay of its own.
@@ -84,7 +84,7 @@ OPTIMIZERS = {"sisa": sisa, "misa": misa, "adam": adam, "sisa_lr": sisa_lr}
 
 
 def hidden_matrices(module: nn.Module) -> list[dict[str, Any]]:
-    """Groups for MISA: the output layers and the spread of the actions are not orthogonalised."""
+    """Return groups for MISA, which orthogonalises neither output layers nor the spread."""
     hidden, rest = [], []
     for name, param in module.named_parameters():
         (hidden if ".preprocess." in name and param.dim() == 2 else rest).append((name, param))

@@ -1,4 +1,4 @@
-"""One run: an agent that learns, and its reward as steps go by."""
+"""One run: an agent that learns, and its reward by step."""
 
 import dataclasses
 import importlib.util
@@ -13,10 +13,11 @@ import torch
 
 from recipes.recipe import Line
 from recipes.rl.config import Config, Settings
+from recipes.training import checkpoint_file, save_atomically
 
-__all__ = ["PACKAGES", "Training", "lacks", "load", "run"]
+__all__ = ["PACKAGES", "AgentTraining", "load", "missing_requirement", "run"]
 
-SAVE_EVERY = 30.0  # seconds: what an interruption may cost
+SAVE_EVERY = 30.0  # seconds that an interruption may cost
 PACKAGES = ("gymnasium", "mujoco", "tianshou")
 
 
@@ -24,17 +25,16 @@ def run(config: Config, settings: Settings, *, checkpoints: Path | None = None) 
     """Yield rewards before the training and after every epoch; one that diverges ends early.
 
     Args:
-        config: not used; the settings say all.
+        config: not used; everything is in the settings.
         settings: of the run.
         checkpoints: folder to save in and to resume from; None for neither. The file of a finished
             run stays: `recipes.rl.film` plays it, and a preset with more epochs goes on from it.
     """
-    training = Training(settings)
-    file = None if checkpoints is None else Path(checkpoints) / f"{settings.name}.pt"
+    training = AgentTraining(settings)
+    file = checkpoint_file(checkpoints, settings)
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
         training.resume(file)
-    # A log is written from its beginning, so what it had is handed out again.
+    # A log is written from its beginning, so the lines of a checkpoint are yielded again.
     yield from training.lines
     if not training.lines:
         yield training.line()
@@ -46,8 +46,8 @@ def run(config: Config, settings: Settings, *, checkpoints: Path | None = None) 
         yield line
 
 
-class Training:
-    """An agent, how far it is, and what it has logged.
+class AgentTraining:
+    """An agent in training, with its log.
 
     Args:
         settings: of the run.
@@ -55,7 +55,7 @@ class Training:
 
     def __init__(self, settings: Settings) -> None:
         if "numba" not in sys.modules:
-            # Compiling Tianshou's loops takes longer than they do; the numbers are the same.
+            # Compiling Tianshou's loops takes longer than running them; the numbers are the same.
             os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
         from recipes.rl.agent import Agent
 
@@ -71,7 +71,7 @@ class Training:
         return self.collects // self.settings.collects
 
     def learn(self, file: Path | None) -> None:
-        """Go to the end of the epoch; save into the file now and then, if there is one."""
+        """Train to the end of the epoch; save now and then if there is a file."""
         started = saved = time.perf_counter()
         while self.agent.finite():
             collected = self.agent.update()
@@ -87,9 +87,10 @@ class Training:
                 saved = started = time.perf_counter()
 
     def line(self) -> Line:
-        """Evaluate, and log; `reward` is the mean over episodes and `spread` their deviation.
+        """Evaluate, append a line to the log and return it.
 
-        `elapsed` are the seconds of training, without evaluations.
+        `reward` is the mean over episodes and `spread` their deviation; `elapsed` are the seconds
+        of training, without evaluations.
         """
         finite = self.agent.finite()
         rewards, lengths = self.agent.evaluate() if finite else (None, None)
@@ -111,38 +112,34 @@ class Training:
 
     def save(self, file: Path) -> None:
         """Save everything; an interruption leaves the file as it was."""
-        own = {name: getattr(self, name) for name in OWN}
-        partial = file.with_suffix(".partial")
-        torch.save({"settings": self.settings, "agent": self.agent.state(), **own}, partial)
-        os.replace(partial, file)
+        progress = {name: getattr(self, name) for name in PROGRESS}
+        state = {"settings": self.settings, "agent": self.agent.state(), **progress}
+        save_atomically(state, file)
 
     def resume(self, file: Path) -> None:
         """Load a checkpoint, if there is one of the same settings that went no further."""
         if not file.is_file():
             return
-        state, own = load(file), self.settings
-        same = dataclasses.replace(state["settings"], epochs=own.epochs) == own
-        if not same or state["collects"] > own.epochs * own.collects:
+        state, settings = load(file), self.settings
+        same = dataclasses.replace(state["settings"], epochs=settings.epochs) == settings
+        if not same or state["collects"] > settings.epochs * settings.collects:
             return
         self.agent.load(state["agent"])
-        for name in OWN:
+        for name in PROGRESS:
             setattr(self, name, state[name])
 
 
-OWN = ("collects", "steps", "elapsed", "returns", "lines")
+PROGRESS = ("collects", "steps", "elapsed", "returns", "lines")  # attributes in a checkpoint
 
 
 def load(file: Path) -> dict[str, Any]:
-    """What `Training.save` saved. It is unpickled: load only files that you trust."""
+    """Return what `AgentTraining.save` saved, unpickled: load only files that you trust."""
     state: dict[str, Any] = torch.load(file, weights_only=False)
     return state
 
 
-# Before the runs
-
-
-def lacks(settings: Settings | None = None) -> str | None:
-    """Why this machine cannot do a run, or None."""
+def missing_requirement(settings: Settings | None = None) -> str | None:
+    """Return why this machine cannot do a run, or None."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if not missing:
         return None

@@ -3,7 +3,7 @@
 from recipes.recipe import Recipe
 from recipes.rnn.config import PRESETS, plan
 from recipes.rnn.results import check, condense, draw, report
-from recipes.rnn.run import lacks, ready, run
+from recipes.rnn.run import missing_requirement, require_data, run
 
 __all__ = ["RECIPE"]
 
@@ -14,12 +14,10 @@ RECIPE = Recipe(
     run=run,
     check=check,
     draw=draw,
-    takes=("device", "data", "checkpoints"),
-    ready=ready,
-    lacks=lacks,
-    depends=lambda config: {},  # the settings of a run say all
+    options=("device", "data", "checkpoints"),
+    require_data=require_data,
+    missing_requirement=missing_requirement,
     condense=condense,
     report=report,
-    partial=True,
     length=lambda settings: settings.epochs,
 )

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.optimizers import Choice, Schedule
+from recipes.paper_table import PAPER_TABLE
+from recipes.recipe import shared_settings
 from recipes.rnn.model import Sizes
-from recipes.rows import ROWS
 
 __all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 
@@ -41,34 +42,37 @@ FULL = Sizes()
 
 
 def milestones(layers: int, epochs: int) -> Schedule:
-    """The published steps of SISA, at the same parts of a shorter run."""
+    """Return the published steps of SISA, at the same fractions of a shorter run."""
     scaled = ((round(at * epochs / PAPER_EPOCHS), by) for at, by in MILESTONES[layers])
     return Schedule("steps", tuple(scaled))
 
 
-def choices(layers: int, names: Sequence[str], epochs: int, own: bool) -> tuple[Choice, ...]:
-    """The optimizers of a model by name.
+def choices(
+    layers: int, names: Sequence[str], epochs: int, published_steps: bool
+) -> tuple[Choice, ...]:
+    """Return the optimizers of a model.
 
     Args:
         layers: of the model.
-        names: as in `recipes.optimizers`; "sisa" is the paper's row, "sisa_defaults" SISA as it
-            comes.
+        names: as in `recipes.optimizers`; "sisa" is the paper's row, "sisa_defaults" SISA with its
+            defaults.
         epochs: of the run.
-        own: whether SISA's row has its own milestones instead of the schedule that all share.
+        published_steps: whether "sisa" has the published `milestones` instead of the task's
+            schedule.
     """
-    row = ROWS[f"rnn/{layers}"]
-    made = []
+    row = PAPER_TABLE[f"rnn/{layers}"]
+    chosen = []
     for name in names:
         if name == "sisa":
-            steps = milestones(layers, epochs) if own else None
-            made.append(Choice("sisa", row.options(), row.batches, schedule=steps))
+            steps = milestones(layers, epochs) if published_steps else None
+            chosen.append(Choice("sisa", row.options(), row.batches, schedule=steps))
         elif name == "sisa_defaults":
-            made.append(Choice("sisa", DECAY, label=name))
+            chosen.append(Choice("sisa", DECAY, label=name))
         elif name in ("misa", "nsisa"):
-            made.append(Choice(name, DECAY))
+            chosen.append(Choice(name, DECAY))
         else:
-            made.append(Choice(name, BASELINES[name][layers > 1]))
-    return tuple(made)
+            chosen.append(Choice(name, BASELINES[name][layers > 1]))
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Task:
         epochs: of every run.
         seeds: how many runs an optimizer has.
         schedule: of those that have none of their own.
-        own: see `choices`.
+        published_steps: see `choices`.
     """
 
     layers: int
@@ -89,12 +93,12 @@ class Task:
     epochs: int
     seeds: int = 1
     schedule: Schedule = field(default_factory=Schedule)
-    own: bool = False
+    published_steps: bool = False
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         tasks: in the order in which they are run.
@@ -141,14 +145,16 @@ PRESETS = {
         ),
     ),
     "paper": Config(
-        tuple(Task(n, ALL, PAPER_EPOCHS, schedule=AT_100_145, own=True) for n in (1, 2, 3))
+        tuple(
+            Task(n, ALL, PAPER_EPOCHS, schedule=AT_100_145, published_steps=True) for n in (1, 2, 3)
+        )
     ),
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on. For the fields see `Config` and `Task`."""
+    """The settings of one run: everything that its result depends on; see `Config` and `Task`."""
 
     layers: int
     choice: Choice
@@ -167,20 +173,19 @@ class Settings:
         return f"lstm{self.layers}_{self.choice.label}_e{self.epochs}_seed{self.seed}"
 
 
-SHARED = ("sizes", "count", "bptt", "clip", "limit", "fallback")
-
-
 def plan(config: Config) -> dict[str, Settings]:
-    """All runs by name, in the order of the tasks."""
-    shared = {name: getattr(config, name) for name in SHARED}
+    """Return all runs by name, in the order of the tasks."""
+    shared = shared_settings(config, Settings)
     runs = [
         Settings(
-            **{"layers": task.layers, "choice": choice, "epochs": task.epochs, "seed": seed},
-            **shared,
+            **{**shared, "seed": seed},
+            layers=task.layers,
+            choice=choice,
+            epochs=task.epochs,
             schedule=choice.schedule or task.schedule,
         )
         for task in config.tasks
         for seed in range(config.seed, config.seed + task.seeds)
-        for choice in choices(task.layers, task.names, task.epochs, task.own)
+        for choice in choices(task.layers, task.names, task.epochs, task.published_steps)
     ]
     return {run.name: run for run in runs}

@@ -1,4 +1,4 @@
-"""Text as numbers of words: Penn Treebank from its files, or Python's own documentation.
+"""Text as indices of words: Penn Treebank from its files, or Python's documentation.
 
 Penn Treebank is `ptb/ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt` in the data folder, plain
 or gzipped: one sentence per line, 10,000 different words. Python's documentation, which is
@@ -23,7 +23,7 @@ __all__ = ["Corpus", "columns", "load", "locate", "verify"]
 END = "<eos>"
 PARTS = ("train", "valid", "test")
 WORDS = 2000  # of Python's documentation; the rest are <unk>
-HOW = (
+INSTRUCTIONS = (
     "Put ptb.train.txt, ptb.valid.txt and ptb.test.txt, plain or gzipped, into its folder ptb: the "
     "Penn Treebank of Mikolov's language models, with 10,000 words"
 )
@@ -36,7 +36,7 @@ CHECKSUMS = {
 
 
 class Corpus(NamedTuple):
-    """Numbers of the words, int64, and how many different ones there are."""
+    """Indices of the words, int64, and the number of different words."""
 
     train: Tensor
     valid: Tensor
@@ -51,17 +51,18 @@ def locate(folder: str | None = None) -> dict[str, Path]:
         FileNotFoundError: one is not there; says where it looked and what to do.
     """
     place = data_folder(folder) / "ptb"
-    found = {}
+    files = {}
     for part in PARTS:
         names = [place / f"ptb.{part}.txt", place / f"ptb.{part}.txt.gz"]
         path = next((path for path in names if path.is_file()), None)
         if path is None:
             raise FileNotFoundError(
-                f"ptb: there is no {names[0].name} or {names[1].name} in {place.resolve()}. {HOW}. "
-                "The folder is that of --data, or of the environment variable TORCHPISA_DATA"
+                f"ptb: there is no {names[0].name} or {names[1].name} in {place.resolve()}. "
+                f"{INSTRUCTIONS}. The folder is that of --data, or of the environment variable "
+                "TORCHPISA_DATA"
             )
-        found[part] = path
-    return found
+        files[part] = path
+    return files
 
 
 def read(path: Path) -> bytes:
@@ -69,22 +70,23 @@ def read(path: Path) -> bytes:
         raw = path.read_bytes()
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (gzip.BadGzipFile, EOFError, OSError) as error:
-        raise CorruptFileError(f"{path.resolve()} is damaged: {error}. {HOW}") from None
+        message = f"{path.resolve()} is damaged: {error}. {INSTRUCTIONS}"
+        raise CorruptFileError(message) from None
 
 
 def verify(folder: str | None = None) -> None:
-    """Check that the files are there and whole.
+    """Check that the files are there and intact.
 
     Raises:
         FileNotFoundError: see `locate`.
         CorruptFileError: a file is not the published one.
     """
     for part, path in locate(folder).items():
-        found = hashlib.sha256(read(path)).hexdigest()
-        if found != CHECKSUMS[part]:
+        checksum = hashlib.sha256(read(path)).hexdigest()
+        if checksum != CHECKSUMS[part]:
             raise CorruptFileError(
                 f"{path.resolve()} is damaged or another text: its SHA-256, unzipped, must be "
-                f"{CHECKSUMS[part]}, got {found}. {HOW}"
+                f"{CHECKSUMS[part]}, got {checksum}. {INSTRUCTIONS}"
             )
 
 
@@ -114,7 +116,7 @@ def load(name: str, folder: str | None = None, limit: int = 0) -> Corpus:
 
 
 def documentation() -> list[list[str]]:
-    """The topics of Python's help, with its most frequent words; the last two tenths apart."""
+    """Return the topics of Python's help in three parts, with its most frequent words."""
     from pydoc_data.topics import topics
 
     words = " ".join(topics[name] for name in sorted(topics)).lower().split()
@@ -125,6 +127,6 @@ def documentation() -> list[list[str]]:
 
 
 def columns(stream: Tensor, count: int) -> Tensor:
-    """Cut a stream into so many parts, which become the columns; what is left over is dropped."""
+    """Cut a stream into `count` parts, which become the columns; the remainder is dropped."""
     length = len(stream) // count
     return stream[: length * count].view(count, length).t().contiguous()

@@ -1,4 +1,4 @@
-"""AWD-LSTM: tied embedding, dropped recurrent weights, locked dropout."""
+"""AWD-LSTM: tied embedding, dropout of recurrent weights, locked dropout."""
 
 import itertools
 from typing import NamedTuple
@@ -11,7 +11,7 @@ __all__ = ["LanguageModel", "Sizes"]
 
 
 class Sizes(NamedTuple):
-    """Of a model: `hidden` is the size of all layers but the last, whose size the embedding has."""
+    """The sizes of a model: of the embedding, which the last layer has too, and of other layers."""
 
     embedding: int = 400
     hidden: int = 1150
@@ -23,7 +23,7 @@ ACTIVATION, SLOWNESS = 2.0, 1.0  # AR and TAR
 
 
 class Layer(nn.Module):
-    """An LSTM layer whose recurrent weights are dropped out anew in every pass."""
+    """An LSTM layer with new dropout of its recurrent weights in every pass."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(words))
 
     def start(self, count: int) -> list[Tensor]:
-        """Hidden states, all zero: h and c of every layer."""
+        """Return hidden states, all zero: h and c of every layer."""
         device = self.bias.device
         return [
             torch.zeros(1, count, layer.outputs, device=device)
@@ -85,8 +85,8 @@ class LanguageModel(nn.Module):
         for number, layer in enumerate(self.layers):
             before = hidden[2 * number], hidden[2 * number + 1]
             raw, *after = layer(x, (before[0].clone(), before[1].clone()))
-            for own, new in zip(before, after, strict=True):
-                own.copy_(new.detach())
+            for old, new in zip(before, after, strict=True):
+                old.copy_(new.detach())
             last = number == len(self.layers) - 1
             x = locked_dropout(raw, OUTPUT_DROP if last else HIDDEN_DROP, self.training)
         logits = F.linear(x, self.embedding.weight, self.bias)
@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
         return loss, loss + ACTIVATION * x.pow(2).mean() + SLOWNESS * slowness
 
     def embed(self, words: Tensor) -> Tensor:
-        """Embeddings; in training some words are dropped everywhere at once."""
+        """Return embeddings; in training some words are dropped wherever they occur."""
         weight = self.embedding.weight
         if self.training:
             kept = torch.full((len(weight), 1), 1 - WORD_DROP, device=weight.device).bernoulli()
@@ -104,7 +104,7 @@ class LanguageModel(nn.Module):
 
 
 def locked_dropout(x: Tensor, rate: float, training: bool) -> Tensor:
-    """Dropout with one mask for all times."""
+    """Apply dropout with one mask for all times."""
     if not training:
         return x
     kept = torch.full_like(x[:1], 1 - rate, requires_grad=False).bernoulli()

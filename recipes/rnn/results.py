@@ -1,12 +1,23 @@
-"""What is kept of a run, statements, picture and tables."""
+"""Results: condensed runs, statements, picture and tables."""
 
 import statistics
 from pathlib import Path
 from typing import Any
 
 from recipes import curves
-from recipes.curves import Panel, Run, describe, group, markdown, mean_sd, title
-from recipes.recipe import Check, Results, table
+from recipes.curves import (
+    Panel,
+    Run,
+    compose_report,
+    describe_settings,
+    display_name,
+    epoch_costs,
+    group_runs,
+    mean_or_inf,
+    run_facts,
+)
+from recipes.recipe import Check, Results
+from recipes.tables import markdown, mean_sd
 
 __all__ = ["TABLE", "check", "condense", "draw", "report"]
 
@@ -34,92 +45,82 @@ CURVES = ("epoch", "perplexity", "valid_perplexity", "test_perplexity")
 
 
 def condense(log: dict[str, Any]) -> Run:
-    """Perplexities of the epoch with the best validation, seconds of an epoch, and the curves."""
-    times = [b - a for a, b in zip(log["elapsed"], log["elapsed"][1:], strict=False)]
+    """Return perplexities of the epoch with the best validation, its seconds and the curves."""
     numbers = [(value, at) for at, value in enumerate(log["valid_perplexity"]) if value is not None]
     valid, best = min(numbers, default=(None, 0))
     test = log["test_perplexity"][best]
     return {
-        **{name: log[name] for name in ("settings", "versions", "hardware", "seconds")},
-        "diverged": bool(log["diverged"][-1]),
+        **run_facts(log),
         "valid": None if valid is None else round(valid, 3),
         "test": None if test is None else round(test, 3),
         "best_epoch": log["epoch"][best],
-        "epoch_seconds": round(statistics.median(times or log["elapsed"]), 3),
-        "state_bytes": log["state_bytes"][-1],
+        **epoch_costs(log),
         "documentation": bool(log["fallback"][-1]),
         **{name: log[name] for name in CURVES},
     }
 
 
 def panels(results: Results) -> dict[tuple[int, int], dict[str, list[Run]]]:
-    """Runs by layers and epochs, and by optimizer."""
-    return group(results, lambda run: (run["settings"]["layers"], run["settings"]["epochs"]))
-
-
-def mean(runs: list[Run]) -> float:
-    """Of the test perplexities; infinite if a run diverged."""
-    values = [run["test"] for run in runs]
-    return float("inf") if None in values else statistics.fmean(values)
+    """Return runs by layers and epochs, and by optimizer."""
+    return group_runs(results, lambda run: (run["settings"]["layers"], run["settings"]["epochs"]))
 
 
 def check(results: Results) -> list[Check]:
-    """Hold the perplexities against what the paper says of them: SISA's is the lowest. Of a part of
-    the text, that the models learn."""
+    """Compare the perplexities with the paper, where SISA's is the lowest.
+
+    On a part of the text, check that the models learn.
+    """
     if results["config"]["limit"]:
-        return curves.learns(results, "perplexity", "training perplexity")
+        return curves.check_column_falls(results, "perplexity", "training perplexity")
     checks = []
-    for (layers, epochs), found in panels(results).items():
-        if "sisa" in found:
-            value = mean(found["sisa"])
-            for other in ("adam", "adabelief", "sgd"):
-                if other in found:
-                    here = f"{value:.2f} and {mean(found[other]):.2f} after {epochs} epochs"
-                    paper = f"SISA is below {title(other)}"
-                    checks.append(Check(many(layers), paper, here, value < mean(found[other])))
+    for (layers, epochs), runs in panels(results).items():
+        means = {label: mean_or_inf(group, "test") for label, group in runs.items()}
+        for other in ("adam", "adabelief", "sgd"):
+            if "sisa" in means and other in means:
+                here = f"{means['sisa']:.2f} and {means[other]:.2f} after {epochs} epochs"
+                paper = f"SISA is below {display_name(other)}"
+                holds = means["sisa"] < means[other]
+                checks.append(Check(count_layers(layers), paper, here, holds))
     return checks
 
 
-def many(layers: int) -> str:
+def count_layers(layers: int) -> str:
     return f"{layers} layer{'s' if layers > 1 else ''}"
 
 
 def draw(results: Results, path: Path) -> None:
-    """Training and validation perplexity, a row per number of layers and length."""
+    """Draw training and validation perplexity, a row per number of layers and length."""
     rows = []
-    for (layers, epochs), found in panels(results).items():
-        head = f"{many(layers)}, {epochs} epochs"
+    for (layers, epochs), runs in panels(results).items():
+        head = f"{count_layers(layers)}, {epochs} epochs"
         rows.append(
             [
-                Panel(head, "training perplexity", found, "epoch", "perplexity", log=True),
-                Panel(head, "validation perplexity", found, "epoch", "valid_perplexity", log=True),
+                Panel(head, "training perplexity", runs, "epoch", "perplexity", log=True),
+                Panel(head, "validation perplexity", runs, "epoch", "valid_perplexity", log=True),
             ]
         )
     curves.draw(rows, path, "rnn", "epoch")
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     parts = []
-    for (layers, epochs), found in panels(results).items():
+    for (layers, epochs), runs in panels(results).items():
         text = "Penn Treebank"
-        if next(iter(found.values()))[0]["documentation"]:
+        if next(iter(runs.values()))[0]["documentation"]:
             text = "Python's documentation"
-        parts += [f"**{many(layers)}**, {text}, {epochs} epochs", perplexities(layers, found)]
-    statements = check(results)
-    if statements:
-        stated = "expected" if results["config"]["limit"] else "the paper"
-        parts += ["**Statements**:", table(statements, stated)]
-    return "\n\n".join([*parts, curves.made_with(results)]) + "\n"
+        head = f"**{count_layers(layers)}**, {text}, {epochs} epochs"
+        parts += [head, perplexities(layers, runs)]
+    return compose_report(results, parts, check(results))
 
 
-def perplexities(layers: int, found: dict[str, list[Run]]) -> str:
+def perplexities(layers: int, by_optimizer: dict[str, list[Run]]) -> str:
     lines = []
-    for label, runs in found.items():
+    for label, runs in by_optimizer.items():
         paper = None if runs[0]["documentation"] else TABLE[layers].get(label)
         lines.append(
             [
-                *(title(label), describe(runs[0]["settings"]), len(runs)),
+                *(display_name(label), describe_settings(runs[0]["settings"]), len(runs)),
                 mean_sd(run["valid"] for run in runs if run["valid"] is not None),
                 mean_sd(run["test"] for run in runs if run["test"] is not None),
                 "-" if paper is None else f"{paper:.2f}",

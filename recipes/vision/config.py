@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.optimizers import Choice, Schedule
-from recipes.rows import ROWS, Row
+from recipes.paper_table import PAPER_TABLE, PaperRow
+from recipes.recipe import shared_settings
 
 __all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 
@@ -48,8 +49,8 @@ PUBLISHED_VGG = tuple(
 )
 
 
-def rate_steps(row: Row, model: str, epochs: int) -> Schedule:
-    """The row's gamma as steps of the learning rate: sigma and rho are both divided by it."""
+def rate_steps(row: PaperRow, model: str, epochs: int) -> Schedule:
+    """Return the row's gamma as steps of the learning rate, which divides sigma and rho."""
     if model == "vgg11":
         return Schedule("steps", PUBLISHED_VGG)
     if row.gamma is None:
@@ -59,33 +60,33 @@ def rate_steps(row: Row, model: str, epochs: int) -> Schedule:
 
 
 def choices(dataset: str, model: str, names: Sequence[str], epochs: int) -> tuple[Choice, ...]:
-    """The optimizers of a model by name.
+    """Return the optimizers of a model.
 
     Besides the names of `recipes.optimizers`: "sisa" is the paper's row, "sisa_steps" the row with
-    the published script's schedule instead of gamma, "sisa_defaults" SISA as it comes,
+    the published script's schedule instead of gamma, "sisa_defaults" SISA with its defaults,
     "misa_adam_rate" MISA with the learning rate that Adam has here.
     """
-    row = ROWS[f"{dataset}/{model}"]
-    made = []
+    row = PAPER_TABLE[f"{dataset}/{model}"]
+    chosen = []
     for name in names:
         if name == "sisa":
-            made.append(Choice("sisa", row.options(), row.batches))
+            chosen.append(Choice("sisa", row.options(), row.batches))
         elif name == "sisa_steps":
             options = {key: value for key, value in row.options().items() if key != "gamma"}
             steps = rate_steps(row, model, epochs)
-            made.append(Choice("sisa", options, row.batches, name, steps))
+            chosen.append(Choice("sisa", options, row.batches, name, steps))
         elif name == "sisa_defaults":
-            made.append(Choice("sisa", L2, label=name))
+            chosen.append(Choice("sisa", L2, label=name))
         elif name == "misa":
-            made.append(Choice("misa", MISA))
+            chosen.append(Choice("misa", MISA))
         elif name == "misa_adam_rate":
-            made.append(Choice("misa", {"lr": BASELINES["adam"]["lr"], **MISA}, label=name))
+            chosen.append(Choice("misa", {"lr": BASELINES["adam"]["lr"], **MISA}, label=name))
         elif name == "nsisa":
-            made.append(Choice("nsisa", L2))
+            chosen.append(Choice("nsisa", L2))
         else:
             rate = {"lr": SGD_VGG} if (name, model) == ("sgd", "vgg11") else {}
-            made.append(Choice(name, {**BASELINES[name], **rate}))
-    return tuple(made)
+            chosen.append(Choice(name, {**BASELINES[name], **rate}))
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that all runs share.
+    """Settings that all runs share.
 
     Attributes:
         dataset: "cifar10" or "imagenet".
@@ -179,7 +180,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: everything that its result depends on. For the fields see `Config` and `Task`."""
+    """The settings of one run: everything that its result depends on; see `Config` and `Task`."""
 
     dataset: str
     model: str
@@ -204,18 +205,17 @@ class Settings:
         return f"{self.model}_{self.choice.label}_e{self.epochs}_seed{self.seed}"
 
 
-SHARED = ("dataset", "precision", "width", "limit", "fallback")
-
-
 def plan(config: Config) -> dict[str, Settings]:
-    """All runs by name, in the order of the tasks; within a task all optimizers, seed by seed."""
-    shared = {name: getattr(config, name) for name in SHARED}
+    """Return all runs by name, task by task and within a task seed by seed."""
+    shared = shared_settings(config, Settings)
     runs = [
         Settings(
-            **shared,
-            **{"model": task.model, "choice": choice, "epochs": task.epochs, "batch": task.batch},
+            **{**shared, "seed": seed},
+            model=task.model,
+            choice=choice,
+            epochs=task.epochs,
+            batch=task.batch,
             schedule=choice.schedule or task.schedule,
-            seed=seed,
         )
         for task in config.tasks
         for seed in range(config.seed, config.seed + task.seeds)

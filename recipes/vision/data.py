@@ -1,4 +1,4 @@
-"""Images on the device, shuffled and augmented there an epoch at a time."""
+"""Images on the device, shuffled and augmented there, an epoch at a time."""
 
 import functools
 from collections.abc import Iterator
@@ -44,12 +44,12 @@ class Images:
 
     @property
     def count(self) -> int:
-        """Training images."""
+        """Return the number of training images."""
         return len(self.train)
 
     @property
     def classes(self) -> int:
-        """Different labels."""
+        """Return the number of labels."""
         return 10
 
     def batches(
@@ -101,10 +101,10 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     rows, columns = (draw(2 * PADDING + 1) + steps for _ in range(2))
     columns = torch.where(draw(2).bool(), columns.flip(1), columns)
     padded = F.pad(images, (PADDING,) * 4)
-    taken = padded.gather(
+    cropped = padded.gather(
         2, rows[:, None, :, None].expand(-1, padded.shape[1], -1, padded.shape[3])
     )
-    return taken.gather(3, columns[:, None, None, :].expand(-1, padded.shape[1], size, -1))
+    return cropped.gather(3, columns[:, None, None, :].expand(-1, padded.shape[1], size, -1))
 
 
 @functools.lru_cache(maxsize=2)  # runs that follow each other in a process share it
@@ -137,5 +137,5 @@ def load(name: str, folder: str | None, device: str, limit: int = 0) -> Images:
 
 
 def first_of_each_class(images: Tensor, labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    kept = torch.cat([(labels == label).nonzero()[:most, 0] for label in labels.unique()])
-    return images[kept], labels[kept]
+    chosen = torch.cat([(labels == label).nonzero()[:most, 0] for label in labels.unique()])
+    return images[chosen], labels[chosen]

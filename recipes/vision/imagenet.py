@@ -25,14 +25,14 @@ __all__ = ["Folders", "load", "locate"]
 
 PIXELS = 224
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-HOW = (
+INSTRUCTIONS = (
     "ImageNet is there for registered users of https://www.image-net.org; sort the validation "
     "images into one folder per class, like the training images"
 )
 
 
 def locate(folder: str | None = None) -> Path:
-    """Return where the images are.
+    """Return the folder of the images.
 
     Raises:
         FileNotFoundError: they are not there; says where it looked and what is expected.
@@ -41,14 +41,15 @@ def locate(folder: str | None = None) -> Path:
     for part in ("train", "val"):
         if not any((place / part).glob("*/*")):
             raise FileNotFoundError(
-                f"imagenet: there are no images in {(place / part).resolve()}/CLASS. {HOW}. The "
-                "folder is that of --data, or of the environment variable TORCHPISA_DATA"
+                f"imagenet: there are no images in {(place / part).resolve()}/CLASS. "
+                f"{INSTRUCTIONS}. The folder is that of --data, or of the environment variable "
+                "TORCHPISA_DATA"
             )
     return place
 
 
 class Files(Dataset[tuple[Tensor, int]]):
-    """Images of a part, decoded and cropped to a square.
+    """The images of a part, decoded and cropped to a square.
 
     Args:
         paths: of the images.
@@ -80,29 +81,29 @@ class Files(Dataset[tuple[Tensor, int]]):
 
 
 def middle(size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The middle 7/8 of the shorter side, as a box."""
+    """Return the middle 7/8 of the shorter side, as a box."""
     width, height = size
     side = min(size) * 0.875
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
-def random_box(size: tuple[int, int], chance: random.Random) -> tuple[float, float, float, float]:
-    """A box of 8 to 100 % of the area, with an aspect ratio of 3/4 to 4/3."""
+def random_box(size: tuple[int, int], source: random.Random) -> tuple[float, float, float, float]:
+    """Return a box of 8 to 100 % of the area, with an aspect ratio of 3/4 to 4/3."""
     width, height = size
     for _ in range(10):
-        area = width * height * chance.uniform(0.08, 1.0)
-        ratio = math.exp(chance.uniform(math.log(3 / 4), math.log(4 / 3)))
+        area = width * height * source.uniform(0.08, 1.0)
+        ratio = math.exp(source.uniform(math.log(3 / 4), math.log(4 / 3)))
         w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
         if w <= width and h <= height:
-            left, top = chance.uniform(0, width - w), chance.uniform(0, height - h)
+            left, top = source.uniform(0, width - w), source.uniform(0, height - h)
             return left, top, left + w, top + h
     return middle(size)
 
 
 @dataclass(frozen=True, eq=False)
 class Folders:
-    """ImageNet, read while it is used.
+    """ImageNet, read from its folders during training.
 
     Attributes:
         name: "imagenet".
@@ -126,7 +127,7 @@ class Folders:
 
     @property
     def count(self) -> int:
-        """Training images."""
+        """Return the number of training images."""
         return len(self.train[0])
 
     def batches(
@@ -181,15 +182,15 @@ def load(
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(names):
-            own = sorted((place / part / name).iterdir())[: most or None]
-            paths += own
-            labels += [label] * len(own)
+            files = sorted((place / part / name).iterdir())[: most or None]
+            paths += files
+            labels += [label] * len(files)
         return paths, labels
 
-    other = sorted(path.name for path in (place / "val").iterdir() if path.is_dir())
-    if other != names:
+    in_val = sorted(path.name for path in (place / "val").iterdir() if path.is_dir())
+    if in_val != names:
         raise ValueError(
-            f"{place / 'val'} must have the classes of train, but {len(set(names) ^ set(other))} "
+            f"{place / 'val'} must have the classes of train, but {len(set(names) ^ set(in_val))} "
             "folders are in one of them only"
         )
     if workers is None:

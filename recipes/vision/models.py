@@ -13,7 +13,7 @@ __all__ = ["MODELS", "build"]
 def conv(
     inputs: int, outputs: int, size: int, stride: int = 1, padding: int | None = None
 ) -> nn.Conv2d:
-    """A convolution without bias, as before a normalisation; padded to keep the size."""
+    """Build a convolution without bias, to precede a normalisation; padded to keep the size."""
     pad = size // 2 if padding is None else padding
     return nn.Conv2d(inputs, outputs, size, stride, pad, bias=False)
 
@@ -22,7 +22,7 @@ def conv(
 
 
 def vgg11(classes: int, width: float = 1.0) -> nn.Module:
-    """VGG-11 for 32 x 32 pixels: no batch normalisation, dropout in the classifier."""
+    """Build VGG-11 for 32 x 32 pixels: no batch normalisation, dropout in the classifier."""
     plan: list[int | None] = [64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None]
     layers: list[nn.Module] = []
     channels = 3
@@ -62,7 +62,7 @@ class Basic(nn.Module):
 
 
 def resnet(blocks: Sequence[int], classes: int, width: float, small: bool) -> nn.Module:
-    """A ResNet of basic blocks; `small` is for 32 x 32 pixels, without the strided start."""
+    """Build a ResNet of basic blocks; `small` is for 32 x 32 pixels, without the strided start."""
     channels = round(64 * width)
     start = [conv(3, channels, 3 if small else 7, 1 if small else 2), nn.BatchNorm2d(channels)]
     layers: list[nn.Module] = [*start, nn.ReLU(inplace=True)]
@@ -79,7 +79,7 @@ def resnet(blocks: Sequence[int], classes: int, width: float, small: bool) -> nn
 
 
 def resnet18_imagenet(classes: int, width: float = 1.0) -> nn.Module:
-    """ResNet-18 for ImageNet, with He's initialisation."""
+    """Build ResNet-18 for ImageNet, with He's initialisation."""
     model = resnet([2, 2, 2, 2], classes, width, small=False)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -91,7 +91,7 @@ def resnet18_imagenet(classes: int, width: float = 1.0) -> nn.Module:
 
 
 class Dense(nn.Module):
-    """1 x 1 and 3 x 3 convolution, whose result is put beside the input."""
+    """A 1 x 1 and a 3 x 3 convolution, whose result is concatenated with the input."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Dense(nn.Module):
 
 
 def densenet121(classes: int, width: float = 1.0, small: bool = True) -> nn.Module:
-    """DenseNet-121; `small` is for 32 x 32 pixels, without the strided start."""
+    """Build DenseNet-121; `small` is for 32 x 32 pixels, without the strided start."""
     growth = max(2, round(32 * width))
     channels = 2 * growth
     layers: list[nn.Module] = [conv(3, channels, 3)]
@@ -128,7 +128,7 @@ def densenet121(classes: int, width: float = 1.0, small: bool = True) -> nn.Modu
 
 
 def alexnet(classes: int, width: float = 1.0) -> nn.Module:
-    """AlexNet with one tower, for ImageNet."""
+    """Build AlexNet with one tower, for ImageNet."""
     a, b, c, d = (round(n * width) for n in (64, 192, 384, 256))
     hidden = round(4096 * width)
     return nn.Sequential(
@@ -145,7 +145,7 @@ def alexnet(classes: int, width: float = 1.0) -> nn.Module:
 
 
 class VisionTransformer(nn.Module):
-    """ViT-B/16 for squares of 224 pixels: 12 layers, 12 heads; `width` scales its 768 channels."""
+    """ViT-B/16 for 224 pixels: 12 layers, 12 heads; `width` scales its 768 channels."""
 
     def __init__(
         self, classes: int, width: float = 1.0, pixels: int = 224, layers: int = 12

@@ -1,12 +1,23 @@
-"""What is kept of a run, statements, picture and tables."""
+"""Results: condensed runs, statements, picture and tables."""
 
 import statistics
 from pathlib import Path
 from typing import Any
 
 from recipes import curves
-from recipes.curves import Panel, Run, describe, group, markdown, mean_sd, title
-from recipes.recipe import Check, Results, table
+from recipes.curves import (
+    Panel,
+    Run,
+    compose_report,
+    describe_settings,
+    display_name,
+    epoch_costs,
+    group_runs,
+    mean_or_inf,
+    run_facts,
+)
+from recipes.recipe import Check, Results
+from recipes.tables import markdown, mean_sd
 from recipes.vision.config import MODELS
 from recipes.vision.paper import TABLE
 
@@ -18,93 +29,85 @@ ENOUGH = 91.0  # percent for SISA on VGG-11 at the paper's length, where the pap
 
 
 def condense(log: dict[str, Any]) -> Run:
-    """Last and best test accuracy in percent, seconds of an epoch, and the curves."""
-    times = [b - a for a, b in zip(log["elapsed"], log["elapsed"][1:], strict=False)]
+    """Return last and best test accuracy in percent, the seconds of an epoch and the curves."""
     return {
-        **{name: log[name] for name in ("settings", "versions", "hardware", "seconds")},
-        "diverged": bool(log["diverged"][-1]),
+        **run_facts(log),
         "last": round(100 * log["test_accuracy"][-1], 2),
         "best": round(100 * max(log["test_accuracy"]), 2),
-        "epoch_seconds": round(statistics.median(times or log["elapsed"]), 3),
-        "state_bytes": log["state_bytes"][-1],
+        **epoch_costs(log),
         "digits": bool(log["fallback"][-1]),
         **{name: log[name] for name in CURVES},
     }
 
 
 def panels(results: Results) -> dict[tuple[str, int], dict[str, list[Run]]]:
-    """Runs by model and epochs, and by optimizer."""
-    return group(results, lambda run: (run["settings"]["model"], run["settings"]["epochs"]))
-
-
-def mean(runs: list[Run]) -> float:
-    return statistics.fmean(run["last"] for run in runs)
+    """Return runs by model and epochs, and by optimizer."""
+    return group_runs(results, lambda run: (run["settings"]["model"], run["settings"]["epochs"]))
 
 
 def check(results: Results) -> list[Check]:
-    """Hold the accuracies against what the paper says of them; of a part of the data, that the
-    models learn."""
+    """Compare the accuracies with the paper's.
+
+    On a part of the data, check that the models learn.
+    """
     if results["config"]["limit"]:
-        return curves.learns(results, "loss", "training loss")
+        return curves.check_column_falls(results, "loss", "training loss")
     checks = []
-    for (model, epochs), found in panels(results).items():
+    for (model, epochs), runs in panels(results).items():
         name = MODELS[model]
-        own = [label for label in ("sisa", "sisa_steps") if label in found]
-        if not own:
+        means = {label: mean_or_inf(group, "last") for label, group in runs.items()}
+        variants = [label for label in ("sisa", "sisa_steps") if label in means]
+        if not variants:
             continue
-        best = max(own, key=lambda label: mean(found[label]))
-        value = mean(found[best])
+        best = max(variants, key=means.__getitem__)
+        value = means[best]
         if (model, epochs) == ("vgg11", PAPER_EPOCHS):
-            here = f"{title(best)} {value:.2f}"
+            here = f"{display_name(best)} {value:.2f}"
             checks.append(Check(name, "SISA 91.25 %", here, value >= ENOUGH))
         for other in ("adam", "sgd"):
-            if other in found and other in TABLE.get(model, {}):
+            if other in means and other in TABLE.get(model, {}):
                 above = TABLE[model]["sisa"] > TABLE[model][other]
-                paper = f"SISA is {'above' if above else 'below'} {title(other)}"
-                here = f"{value:.2f} and {mean(found[other]):.2f} after {epochs} epochs"
-                checks.append(Check(name, paper, here, (value > mean(found[other])) == above))
+                paper = f"SISA is {'above' if above else 'below'} {display_name(other)}"
+                here = f"{value:.2f} and {means[other]:.2f} after {epochs} epochs"
+                checks.append(Check(name, paper, here, (value > means[other]) == above))
     return checks
 
 
 def draw(results: Results, path: Path) -> None:
-    """Training loss and test accuracy, a row per model and length."""
+    """Draw training loss and test accuracy, a row per model and length."""
     rows = [
         [
-            Panel(f"{MODELS[model]}, {epochs} epochs", "training loss", found, "epoch", "loss"),
+            Panel(f"{MODELS[model]}, {epochs} epochs", "training loss", runs, "epoch", "loss"),
             Panel(
-                *(f"{MODELS[model]}, {epochs} epochs", "test accuracy, %", found),
+                *(f"{MODELS[model]}, {epochs} epochs", "test accuracy, %", runs),
                 *("epoch", "test_accuracy", 100.0),
             ),
         ]
-        for (model, epochs), found in panels(results).items()
+        for (model, epochs), runs in panels(results).items()
     ]
     curves.draw(rows, path, "vision", "epoch")
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Return all tables."""
     parts = []
-    for (model, epochs), found in panels(results).items():
-        data = "digits" if next(iter(found.values()))[0]["digits"] else "CIFAR-10"
+    for (model, epochs), runs in panels(results).items():
+        data = "digits" if next(iter(runs.values()))[0]["digits"] else "CIFAR-10"
         if results["config"]["dataset"] == "imagenet":
             data = "ImageNet"
-        parts += [f"**{MODELS[model]}**, {data}, {epochs} epochs", accuracies(model, found)]
-    statements = check(results)
-    if statements:
-        stated = "expected" if results["config"]["limit"] else "the paper"
-        parts += ["**Statements**:", table(statements, stated)]
-    return "\n\n".join([*parts, curves.made_with(results)]) + "\n"
+        parts += [f"**{MODELS[model]}**, {data}, {epochs} epochs", accuracies(model, runs)]
+    return compose_report(results, parts, check(results))
 
 
-def accuracies(model: str, found: dict[str, list[Run]]) -> str:
+def accuracies(model: str, by_optimizer: dict[str, list[Run]]) -> str:
     lines = []
-    for label, runs in found.items():
+    for label, runs in by_optimizer.items():
         paper = None
         if not runs[0]["digits"]:
             paper = TABLE.get(model, {}).get(label.removesuffix("_steps"))
         lines.append(
             [
-                *(title(label), describe(runs[0]["settings"]), len(runs)),
+                *(display_name(label), describe_settings(runs[0]["settings"]), len(runs)),
                 mean_sd(run["last"] for run in runs),
                 mean_sd(run["best"] for run in runs),
                 "-" if paper is None else f"{paper:.2f}",

@@ -1,8 +1,7 @@
-"""One run: the model, the images, the optimizer, and loss and accuracy as epochs go by."""
+"""One run: the model, the images, the optimizer, and loss and accuracy by epoch."""
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +10,20 @@ from torch.nn import functional as F
 
 from recipes import datasets, optimizers
 from recipes.recipe import Line
-from recipes.training import Pass, drive, finite, precision, reseed
+from recipes.training import (
+    GraphedPass,
+    Training,
+    finite_or_none,
+    forward_precision,
+    run_training,
+    seed_from,
+)
 from recipes.vision import data as images
 from recipes.vision import imagenet
 from recipes.vision.config import Config, Settings
 from recipes.vision.models import build
 
-__all__ = ["Training", "lacks", "ready", "run"]
+__all__ = ["VisionTraining", "missing_requirement", "require_data", "run"]
 
 TEST_BATCH = 1000
 
@@ -41,12 +47,11 @@ def run(
         compile: whether torch.compile compiles the model.
         checkpoints: folder to save in and to resume from; None for neither.
     """
-    training = Training(settings, torch.device(device), data, compile)
-    file = None if checkpoints is None else Path(checkpoints) / f"{settings.name}.pt"
-    return drive(training, settings, file, config.save_every)
+    training = VisionTraining(settings, torch.device(device), data, compile)
+    return run_training(training, checkpoints, config.save_every)
 
 
-class Training:
+class VisionTraining(Training):
     """A model in training.
 
     Args:
@@ -59,12 +64,11 @@ class Training:
     def __init__(
         self, settings: Settings, device: torch.device, data: str | None, compile: bool = False
     ) -> None:
-        self.settings, self.device, self.epochs, self.done = settings, device, settings.epochs, 0
-        self.elapsed = 0.0
+        super().__init__(settings, device, settings.epochs)
         if device.type == "cuda":
             torch.backends.cudnn.benchmark = True
             torch.set_float32_matmul_precision("high")
-        self.data = source(settings, data, device)
+        self.data = load_images(settings, data, device)
         self.rounds = self.data.count // settings.batch
         if not self.rounds:
             raise ValueError(
@@ -77,12 +81,12 @@ class Training:
         ).to(device)
         self.forward = torch.compile(self.model) if compile else self.model
         self.optimizer = optimizers.build(settings.choice, self.model, self.rounds)
-        self._pass: Pass | None = None
-        self._sums = torch.zeros(2, device=device)  # of losses and of right answers in an epoch
+        self._pass: GraphedPass | None = None
+        self._sums = torch.zeros(2, device=device)  # losses and right answers of an epoch
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a batch; adds it and the right answers to the epoch's sums."""
-        with precision(self.settings.precision, self.device):
+        """Return the mean loss of a batch; add it and the right answers to the epoch's sums."""
+        with forward_precision(self.settings.precision, self.device):
             outputs = self.forward(self.data.normalise(inputs))
         outputs = outputs.float()
         loss = F.cross_entropy(outputs, targets)
@@ -90,11 +94,11 @@ class Training:
         self._sums += torch.stack([loss.detach() * len(targets), right])
         return loss
 
-    def epoch(self) -> Line:
+    def advance(self) -> Line:
         """Train for an epoch, test, and return what to log."""
         settings = self.settings
         start = time.perf_counter()
-        reseed(settings.seed, self.done)
+        seed_from(settings.seed, self.done)
         self.model.train()
         parts = settings.choice.batches
         share = settings.batch // parts
@@ -104,10 +108,10 @@ class Training:
                 changes = [*self.model.buffers(), self._sums]
                 params = self.model.parameters()
                 graph = self.forward is self.model  # a compiled model is left to torch.compile
-                self._pass = Pass(self.loss, params, (inputs, targets), changes, graph)
+                self._pass = GraphedPass(self.loss, params, (inputs, targets), changes, graph)
             moment = self.done + number // parts / self.rounds
             rate = settings.schedule.factor(moment, settings.epochs)
-            optimizers.set_rate(self.optimizer, rate)
+            optimizers.scale_learning_rates(self.optimizer, rate)
             self._pass(inputs, targets)
             self.optimizer.step()
         self.done += 1
@@ -117,24 +121,24 @@ class Training:
         test_loss, accuracy = self.test()
         return {
             "epoch": self.done,
-            "loss": finite(loss),
+            "loss": finite_or_none(loss),
             "accuracy": right,
-            "test_loss": finite(test_loss),
+            "test_loss": finite_or_none(test_loss),
             "test_accuracy": accuracy,
             "elapsed": round(self.elapsed, 3),
             "state_bytes": optimizers.state_bytes(self.optimizer),
             "fallback": self.data.name != settings.dataset,
-            "diverged": finite(loss) is None,
+            "diverged": finite_or_none(loss) is None,
         }
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
-        """Loss and accuracy on the test images."""
+        """Return loss and accuracy on the test images."""
         self.model.eval()
         sums = torch.zeros(2, device=self.device)
         count = 0
         for inputs, targets in self.data.tests(TEST_BATCH):
-            with precision(self.settings.precision, self.device):
+            with forward_precision(self.settings.precision, self.device):
                 outputs = self.forward(self.data.normalise(inputs))
             outputs = outputs.float()
             right = (outputs.argmax(1) == targets).sum()
@@ -143,37 +147,26 @@ class Training:
         loss, accuracy = (sums / count).tolist()
         return loss, accuracy
 
-    def state(self) -> dict[str, Any]:
-        """All that it takes to go on, between epochs."""
-        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return {"done": self.done, "elapsed": self.elapsed, **parts}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.done, self.elapsed = state["done"], state["elapsed"]
-
-
-def source(settings: Settings, folder: str | None, device: torch.device) -> Any:
-    """The images of a run."""
+def load_images(settings: Settings, folder: str | None, device: torch.device) -> Any:
+    """Return the images of a run."""
     if settings.dataset == "imagenet":
         return imagenet.load(folder, str(device), settings.limit)
     name = settings.dataset
-    if settings.fallback and datasets.missing(name, folder):
+    if settings.fallback and datasets.is_missing(name, folder):
         name = "digits"
     return images.load(name, folder, str(device), settings.limit)
 
 
-def ready(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
+def require_data(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
     """Raise FileNotFoundError if images are missing, CorruptFileError if they are damaged."""
-    for name in dict.fromkeys(each.dataset for each in settings if not each.fallback):
+    for name in dict.fromkeys(run.dataset for run in settings if not run.fallback):
         if name == "imagenet":
             imagenet.locate(data)
         else:
             datasets.verify(name, data)
 
 
-def lacks(settings: Settings) -> str | None:
-    """Why this machine cannot do a run, or None."""
-    return optimizers.lacks(settings.choice.name)
+def missing_requirement(settings: Settings) -> str | None:
+    """Return why this machine cannot do a run, or None."""
+    return optimizers.missing_requirement(settings.choice.name)

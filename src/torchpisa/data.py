@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)  # == on tensors is elementwise, so a generated __eq__ would raise
 class Parts:
-    r"""The parts \(D_1, \ldots, D_m\) of a dataset; made by `split` or `Parts.from_indices`.
+    r"""The parts \(D_1, \ldots, D_m\) of a dataset, made by `split` or `Parts.from_indices`.
 
     \(D\) is their union: samples in no part (held out, say) do not count in \(|D|\).
 
@@ -76,17 +76,17 @@ class Parts:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        r"""\(|D_i|\) of every part."""
+        r"""Return \(|D_i|\) of every part."""
         return tuple(part.numel() for part in self.indices)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        r"""\(\alpha_i = |D_i| / |D|\), equation (2.1): the optimizers' argument `weights`."""
+        r"""Return \(\alpha_i = |D_i| / |D|\), equation (2.1), as the optimizers take them."""
         total = sum(self.sizes)
         return tuple(size / total for size in self.sizes)
 
     def subset(self, dataset: Dataset[Any], part: int) -> Subset[Any]:
-        r"""\(D_i\) as a dataset of its own, for a rank or client that holds one part (from 0)."""
+        r"""Return \(D_i\) as a dataset, for a rank or client that holds one part (from 0)."""
         part = _integer("part", part, 0, len(self) - 1, "the last part")
         # A list, as torch's random_split makes: a tensor would hand 0-d tensors to the dataset.
         return Subset(dataset, self.indices[part].tolist())
@@ -128,7 +128,7 @@ def split(
 
 
 class RoundSampler(Sampler[list[int]]):
-    r"""Draws \(B_1\) from \(D_1\), ..., \(B_m\) from \(D_m\), round after round: a `batch_sampler`.
+    r"""A `batch_sampler` that in every round draws \(B_1\) from \(D_1\), ..., \(B_m\) from \(D_m\).
 
     Each part is read in shuffled passes without replacement. A part that runs out in the middle of
     a mini-batch fills it from its next pass, so every mini-batch is full, and after any number of
@@ -203,7 +203,7 @@ class RoundSampler(Sampler[list[int]]):
             self.start = epoch * self.rounds
 
     def draw(self, iteration: int, part: int) -> list[int]:
-        r"""\(B_i^{\ell+1}\), equation (2.10); `iteration` \(\ell\) and `part` count from 0."""
+        r"""Return \(B_i^{\ell+1}\), equation (2.10); `iteration` and `part` count from 0."""
         iteration = _integer("iteration", iteration, 0)
         part = _integer("part", part, 0, len(self.parts) - 1, "the last part")
         b = self.batch_size[part]
@@ -280,23 +280,23 @@ def _map(f: Callable[[str, Tensor], Tensor], batch: Any, path: str) -> Any:
 
 
 def length(data: Dataset[Any] | Sized | int) -> int:
-    """The number of samples, of data or of that number itself."""
+    """Return the number of samples, given the data or that number itself."""
     if hasattr(data, "__len__"):
         return len(cast(Sized, data))
     return _integer("data without a length", data, 1)
 
 
 def hashed(*key: str | int) -> int:
-    """The seed of a generator for `key`, the same in every process."""
+    """Return the seed of a generator for `key`, the same in every process."""
     # Hashed, not added up: neighbouring seeds, parts and passes must not share orders, and torch's
     # CPU generator reads only 32 bits of its seed. Python's hash() differs between processes.
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
 def permutation(n: int, *key: str | int) -> Tensor:
-    """A random order of n samples, decided by `key`."""
+    """Return a random order of n samples, decided by `key`."""
     generator = torch.Generator().manual_seed(hashed(*key))
-    # An explicit device throughout this file: the user's default device may be another.
+    # The device is explicit throughout this file, because the user may have set another default.
     return torch.randperm(n, generator=generator, device="cpu")
 
 
@@ -341,7 +341,7 @@ def _counts(sizes: Sequence[float], n: int, m: int) -> list[int]:
 
 
 def _integer(name: str, value: Any, low: int, high: float = math.inf, why: str = "") -> int:
-    """`value` as an int, if it is one in [low, high]; `why` tells what `high` is."""
+    """Return `value` as an int if it is one in [low, high]; `why` says what `high` is."""
     whole = hasattr(value, "__index__") and not isinstance(value, bool)
     if not whole or operator.index(value) < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")

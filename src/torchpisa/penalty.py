@@ -44,7 +44,7 @@ def grown(sigma: Scalar, gamma: Scalar, largest: float = LARGEST_SIGMA) -> Scala
 
 
 def k0(gamma: float) -> int:
-    r"""\(k_0 = \lceil \ln\gamma / \ln 0.99 \rceil\), Appendix A.2.
+    r"""Return \(k_0 = \lceil \ln\gamma / \ln 0.99 \rceil\), Appendix A.2.
 
     Dividing by `gamma` every \(k_0\) iterations grows sigma about as fast as dividing by 0.99 every
     time.
@@ -84,7 +84,7 @@ class Every:
 
 
 def gamma_l(t: float, s: int, n: int) -> Every:
-    r"""\(\gamma_\ell(t, s)\) of the hyperparameter table: t every s epochs.
+    r"""Return \(\gamma_\ell(t, s)\) of the hyperparameter table: t every s epochs.
 
     Args:
         t: \(\gamma\) when it applies.

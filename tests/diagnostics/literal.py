@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchpisa.optim.pisa import PISA
 
 from torchpisa.algorithms import nsisa
+from torchpisa.optim.pisa import PISA
 from torchpisa.preconditioners import NewtonSchulz
 
 State = dict[Any, dict[str, Tensor]]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.diagnostics import literal
-from tests.diagnostics.test_values import network
-from tests.diagnostics.test_watch import Rows, iterations
+from tests.diagnostics.test_diagnostics import Rows, iterations
+from tests.diagnostics.test_measure import network
 from torchpisa import NSISA, SISA
 from torchpisa.diagnostics import Diagnostics
 

@@ -20,9 +20,9 @@ from torchpisa.federated import (
     Scaffold,
 )
 from torchpisa.federated.algorithms.base import Fields, ServerState, Tensors, add
-from torchpisa.federated.client import local_round
-from torchpisa.federated.local_work import LocalWork
-from torchpisa.federated.objective import Loss, Objective
+from torchpisa.federated.clients.local_round import local_round
+from torchpisa.federated.clients.local_work import LocalWork
+from torchpisa.federated.clients.objective import Loss, Objective
 from torchpisa.federated.simulation import Simulation
 from torchpisa.preconditioners import SecondMoment
 

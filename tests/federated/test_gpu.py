@@ -132,7 +132,7 @@ def large(shape: tuple[int, ...] = (4,), sizes: Sequence[int] = LARGE) -> list[P
 def test_whole_gradients(name: str, steps: int, chunk: int) -> None:
     algorithm = MAKERS[name](local=FullGradient(steps=steps, chunk=chunk))
     found = assert_equals_cpu(algorithm, 5, batched=True, clients=large(), participation=some)
-    assert found._clients._whole is not None  # type: ignore[union-attr]
+    assert found._clients._full_gradients is not None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("batched", [True, 2])
@@ -145,7 +145,7 @@ def test_whole_gradients_of_convolutions_in_groups(batched: bool | int) -> None:
         clients=large((1, 6, 6)),
         participation=0.6,
     )
-    assert found._clients._whole is not None  # type: ignore[union-attr]
+    assert found._clients._full_gradients is not None  # type: ignore[union-attr]
 
 
 def test_whole_gradients_where_everybody_takes_part_again_and_again() -> None:
@@ -169,7 +169,7 @@ def test_small_clients_and_minibatches_are_stacked() -> None:
         (FedAvg(lr=0.1), large()),
     ):
         found = simulate(algorithm, 0, clients=clients, device="cuda")
-        assert found._clients._whole is None  # type: ignore[union-attr]
+        assert found._clients._full_gradients is None  # type: ignore[union-attr]
 
 
 # What is recorded

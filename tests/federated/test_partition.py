@@ -417,7 +417,7 @@ def test_errors_say_what_is_legal(
 def test_giving_up_says_what_to_change(
     way: Callable[[], Parts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partition, "SHARES", 1000)
+    monkeypatch.setattr(partition, "MAX_SHARES", 1000)
     message = (
         r"^alpha must be larger for 10 clients of at least 59 samples, got 0\.01: none of "
         r"(10|100) draws gave each that many \(or lower clients or smallest\)$"

@@ -86,7 +86,11 @@ def test_at_once_in_groups_and_in_turn(name: str, local: Any) -> None:
         simulate(algorithm, 4, participation=some, batched=batched) for batched in (False, True, 2)
     ]
     assert [run.batched for run in runs] == [1, 5, 2]
-    assert [type(run._clients).__name__ for run in runs] == ["InTurn", "Together", "Together"]
+    assert [type(run._clients).__name__ for run in runs] == [
+        "SequentialClients",
+        "BatchedClients",
+        "BatchedClients",
+    ]
     assert_equal_runs(runs)
     assert distance(runs[0].server.weights, parameters(mlp())) > 1e-3
 

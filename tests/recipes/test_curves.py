@@ -2,7 +2,15 @@
 
 import pytest
 
-from recipes.curves import Panel, average, describe, learns, limits, markdown, mean_sd, title
+from recipes.curves import (
+    Panel,
+    check_column_falls,
+    describe_settings,
+    display_name,
+    mean_curve,
+    outlier_limits,
+)
+from recipes.tables import markdown, mean_sd
 
 
 def test_mean_and_deviation() -> None:
@@ -17,30 +25,39 @@ def test_average_takes_what_there_is() -> None:
         {"epoch": [1, 2], "loss": [2.0, 3.0]},
     ]
     panel = Panel("t", "l", {}, "epoch", "loss", scale=10.0)
-    x, mean, deviation = average(panel, runs)
+    x, mean, deviation = mean_curve(panel, runs)
     assert x == [1, 2, 3]
     assert mean == [30.0, 30.0, 20.0]
     assert deviation == pytest.approx([14.142, 0, 0], abs=1e-3)
 
 
 def test_a_training_that_failed_does_not_set_the_range() -> None:
-    assert limits([[2.0, 1.0], [3.0, 1.0]]) is None
-    assert limits([[2.0, 1.0, 1.0], [3.0, 2.0, 1.0], [3.0, 1e4, 1e5]]) == pytest.approx((0.9, 3.1))
-    assert limits([]) is None
+    assert outlier_limits([[2.0, 1.0], [3.0, 1.0]]) is None
+    assert outlier_limits([[2.0, 1.0, 1.0], [3.0, 2.0, 1.0], [3.0, 1e4, 1e5]]) == pytest.approx(
+        (0.9, 3.1)
+    )
+    assert outlier_limits([]) is None
 
 
 def test_words() -> None:
-    assert [title(name) for name in ("sisa", "sisa_steps")] == ["SISA", "SISA, published steps"]
+    assert [display_name(name) for name in ("sisa", "sisa_steps")] == [
+        "SISA",
+        "SISA, published steps",
+    ]
     options = {"lr": 0.1, "gamma": [0.9, 10], "betas": [0.5, 0.999], "weight_decouple": False}
     settings = {"choice": {"batches": 4, "options": options}}
     words = "m 4, lr 0.1, gamma 0.9 every 10 epochs, betas 0.5, 0.999"
-    assert describe(settings) == words
-    assert describe({"choice": {"batches": 1, "options": {}}}) == "defaults"
+    assert describe_settings(settings) == words
+    assert describe_settings({"choice": {"batches": 1, "options": {}}}) == "defaults"
     bounded = {"choice": {"batches": 1, "options": {"lr": 0.1, "gamma": 1e-3}}}  # AdaBound's
-    assert describe(bounded) == "lr 0.1, gamma 0.001"
+    assert describe_settings(bounded) == "lr 0.1, gamma 0.001"
     assert markdown(["a", "b"], [[1, 2]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
 def test_learning_is_a_fall() -> None:
     runs = {"a": {"loss": [2.0, 1.0]}, "b": {"loss": [1.0, 1.0]}, "c": {"loss": [1.0, None]}}
-    assert [check.holds for check in learns({"runs": runs}, "loss", "loss")] == [True, False, False]
+    assert [check.holds for check in check_column_falls({"runs": runs}, "loss", "loss")] == [
+        True,
+        False,
+        False,
+    ]

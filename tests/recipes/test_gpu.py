@@ -7,13 +7,13 @@ import torch
 
 from recipes.gan.config import PRESETS as GAN
 from recipes.gan.config import plan as gan_plan
-from recipes.gan.run import Training as GanTraining
+from recipes.gan.run import GanTraining
 from recipes.rnn.config import PRESETS as RNN
 from recipes.rnn.config import plan as rnn_plan
-from recipes.rnn.run import Training as RnnTraining
+from recipes.rnn.run import RnnTraining
 from recipes.vision.config import PRESETS as VISION
 from recipes.vision.config import plan as vision_plan
-from recipes.vision.run import Training as VisionTraining
+from recipes.vision.run import VisionTraining
 
 pytestmark = pytest.mark.gpu
 
@@ -25,10 +25,10 @@ CUDA = torch.device("cuda")
 def test_vision(name: str, precision: str) -> None:
     settings = dataclasses.replace(vision_plan(VISION["quick"])[name], precision=precision)
     training = VisionTraining(settings, CUDA, "nowhere")
-    lines = [training.epoch() for _ in range(2)]
+    lines = [training.advance() for _ in range(2)]
     assert training._pass is not None
     assert training._pass.graph is not None
-    on_cpu = VisionTraining(settings, torch.device("cpu"), "nowhere").epoch()
+    on_cpu = VisionTraining(settings, torch.device("cpu"), "nowhere").advance()
     assert lines[0]["loss"] == pytest.approx(on_cpu["loss"], rel=0.1)
     assert lines[1]["loss"] < 0.8 * lines[0]["loss"]
 
@@ -36,7 +36,7 @@ def test_vision(name: str, precision: str) -> None:
 @pytest.mark.parametrize("name", ["lstm1_sisa_e2_seed0", "lstm2_misa_e2_seed0"])
 def test_rnn(name: str) -> None:
     training = RnnTraining(rnn_plan(RNN["quick"])[name], CUDA, "nowhere")
-    lines = [training.epoch() for _ in range(2)]
+    lines = [training.advance() for _ in range(2)]
     assert len(training._passes) > 3  # lengths of windows
     assert all(own.graph is not None for own in training._passes.values())
     assert lines[1]["perplexity"] < 0.8 * lines[0]["perplexity"]
@@ -46,6 +46,6 @@ def test_rnn(name: str) -> None:
 def test_gan(name: str) -> None:
     pytest.importorskip("torchmetrics")
     training = GanTraining(gan_plan(GAN["quick"])[name], CUDA, "nowhere")
-    lines = [training.epoch() for _ in range(4)]
+    lines = [training.advance() for _ in range(4)]
     assert all(own.graph is not None for own in training._passes.values())
     assert lines[-1]["fid_pixels"] < 0.85 * lines[0]["fid_pixels"]

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 
 import torchpisa
-from recipes.optimizers import TITLES, Choice, Schedule, build, lacks, set_rate, state_bytes
-from recipes.rows import ROWS
+from recipes.optimizers import (
+    TITLES,
+    Choice,
+    Schedule,
+    build,
+    missing_requirement,
+    scale_learning_rates,
+    state_bytes,
+)
+from recipes.paper_table import PAPER_TABLE
 
 OPTIONS = {
     "sgd": {"lr": 0.05, "momentum": 0.9},
@@ -29,7 +37,7 @@ def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", list(TITLES))
 def test_each_name_trains(name: str) -> None:
-    reason = lacks(name)
+    reason = missing_requirement(name)
     if reason is not None:
         pytest.skip(reason)
     model, x, y = problem()
@@ -50,7 +58,7 @@ def test_rates_are_multiples_of_what_was_given() -> None:
     model, *_ = problem()
     optimizer = build(Choice("adam", {"lr": 0.1}), model, 1)
     for factor in (0.5, 0.25):
-        set_rate(optimizer, factor)
+        scale_learning_rates(optimizer, factor)
         assert optimizer.param_groups[0]["lr"] == 0.1 * factor
 
 
@@ -102,9 +110,9 @@ def test_wrong_choices_are_refused() -> None:
         Schedule("linear")
 
 
-@pytest.mark.parametrize("name", list(ROWS))
+@pytest.mark.parametrize("name", list(PAPER_TABLE))
 def test_rows_are_arguments_of_sisa(name: str) -> None:
-    row = ROWS[name]
+    row = PAPER_TABLE[name]
     model = nn.Linear(2, 1)
     optimizer = build(Choice("sisa", row.options(), row.batches), model, row.rounds)
     (group,) = optimizer.param_groups
@@ -114,9 +122,9 @@ def test_rows_are_arguments_of_sisa(name: str) -> None:
 
 
 def test_rows_as_printed() -> None:
-    vgg = ROWS["cifar10/vgg11"]
+    vgg = PAPER_TABLE["cifar10/vgg11"]
     assert (vgg.sigma, vgg.rho, vgg.gamma) == (4.5, 3e4, (0.90, 10))
     assert (vgg.mu, vgg.consensus_decay, vgg.epochs) == (2.5e-4, 4e-4, 200)
     assert vgg.batches * vgg.samples * vgg.rounds <= 50_000 < vgg.batches * vgg.samples * 391
-    kinds = Counter(name.split("/")[0] for name in ROWS)
+    kinds = Counter(name.split("/")[0] for name in PAPER_TABLE)
     assert (kinds["imagenet"], kinds["cifar10"], kinds["gan"], kinds["rnn"]) == (5, 3, 2, 3)

@@ -8,7 +8,7 @@ import pytest
 from tests.tuning.problem import loader, model, scaled
 from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.tuning import find_sigma
-from torchpisa.tuning.steadiness import judge
+from torchpisa.tuning.loss_trend import loss_trend
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1e2])
@@ -63,8 +63,8 @@ def test_picture(tmp_path: Path) -> None:
     ],
 )
 def test_judge(losses: list[float], verdict: str) -> None:
-    assert judge(losses) == verdict
-    assert judge([1e-6 * loss for loss in losses]) == verdict
+    assert loss_trend(losses) == verdict
+    assert loss_trend([1e-6 * loss for loss in losses]) == verdict
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""What a training with these optimizers is doing: residuals, spread, steps and momentum."""
+"""Measurements of a training with these optimizers: residuals, spread, steps and momentum."""
 
-from torchpisa.diagnostics.watch import Diagnostics
+from torchpisa.diagnostics.diagnostics import Diagnostics
 
 __all__ = ["Diagnostics"]

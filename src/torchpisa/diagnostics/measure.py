@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchpisa.diagnostics.sample import Layout, Section
+from torchpisa.diagnostics.sampling import SampleLayout, SampleSection
 from torchpisa.distributed import dtensor
 from torchpisa.distributed.process_group import Ranks, on_device
 from torchpisa.kernels import foreach
@@ -27,37 +27,37 @@ from torchpisa.state_keys import state_key
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Snapshot", "measure", "others", "take"]
+__all__ = ["RoundSnapshot", "measure", "process_groups", "take_snapshot"]
 
-# Values of which medians are taken, of all processes together; and of each at least.
+# Values that a median is taken of: over all processes, and the least number of each process.
 _MEDIAN_OF, _MEDIAN_OF_EACH = 2**12, 2**6
 
 
-class Sample(NamedTuple):
-    """Of a section: weights by coordinate, duals by batch and coordinate, steps by batch."""
+class SectionSample(NamedTuple):
+    """Samples of a section: weights by coordinate, duals also by batch, steps by batch."""
 
     w: Tensor
     duals: Tensor
     steps: Tensor
 
 
-class Snapshot(NamedTuple):
-    """How things stand between two rounds.
+class RoundSnapshot(NamedTuple):
+    """Samples of weights and duals between two rounds.
 
     Attributes:
         iteration: rounds done.
-        life: the optimizer's number, a new one after every load.
-        layout: what the samples are of.
+        load_count: the optimizer's number, which changes with every load.
+        layout: the sampled coordinates.
         samples: by section.
     """
 
     iteration: int
-    life: int
-    layout: Layout
-    samples: list[Sample]
+    load_count: int
+    layout: SampleLayout
+    samples: list[SectionSample]
 
 
-class _Numbers(NamedTuple):
+class _Settings(NamedTuple):
     """sigma and rho by batch and parameter group, lr by group, alpha by batch."""
 
     sigma: Tensor
@@ -66,80 +66,80 @@ class _Numbers(NamedTuple):
     weights: Tensor
 
 
-class _Found(NamedTuple):
-    """What a section contributes: sums, and first steps and momenta with their weights."""
+class _SectionResult(NamedTuple):
+    """Sums over a section, and its first steps and momenta with their weights."""
 
     sums: Tensor
     values: Tensor
     weights: Tensor
 
 
-def others(optimizer: PISA) -> list["ProcessGroup"]:
-    """With whom sums are taken: the other ranks, then those who hold other shards."""
+def process_groups(optimizer: PISA) -> list["ProcessGroup"]:
+    """Return the groups to sum over: the ranks, then the holders of other shards."""
     nodes = [optimizer.peers.group] if isinstance(optimizer.peers, Ranks) else []
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [*nodes, *dtensor.groups(params)]
 
 
-def take(optimizer: PISA, layout: Layout) -> Snapshot:
+def take_snapshot(optimizer: PISA, layout: SampleLayout) -> RoundSnapshot:
     """Copy the samples as they are now."""
-    samples = [_sample(optimizer, section) for section in layout.sections]
-    return Snapshot(optimizer.iteration, optimizer.life, layout, samples)
+    samples = [_take_sample(optimizer, section) for section in layout.sections]
+    return RoundSnapshot(optimizer.iteration, optimizer.life, layout, samples)
 
 
-def _sample(optimizer: PISA, section: Section) -> Sample:
+def _take_sample(optimizer: PISA, section: SampleSection) -> SectionSample:
     scale, slots = section.scale, range(optimizer.batches)
     steps = [tensor for slot in slots for tensor in _state(optimizer, section, "step", slot)]
     if any(step.device != steps[0].device for step in steps):
         steps = [step.to(scale.device, non_blocking=True) for step in steps]
     counted = torch.stack(steps).to(scale.device, scale.dtype, non_blocking=True)
-    return Sample(
+    return SectionSample(
         w=section.gather([section.params])[0],
-        duals=_gathered(optimizer, section, "dual"),
+        duals=_state_samples(optimizer, section, "dual"),
         steps=counted.view(len(slots), len(section.params)),
     )
 
 
-def _state(optimizer: PISA, section: Section, name: str, slot: int) -> list[Tensor]:
+def _state(optimizer: PISA, section: SampleSection, name: str, slot: int) -> list[Tensor]:
     key = state_key(name, slot)
     return [optimizer.state[param][key] for param in section.params]
 
 
-def _gathered(optimizer: PISA, section: Section, name: str) -> Tensor:
-    """Samples of one kind of state, by batch."""
+def _state_samples(optimizer: PISA, section: SampleSection, name: str) -> Tensor:
+    """Return samples of one entry of the state, by batch."""
     slots = range(optimizer.batches)
     return section.gather([_state(optimizer, section, name, slot) for slot in slots])
 
 
-def measure(optimizer: PISA, old: Snapshot, new: Snapshot) -> Tensor:
-    """What `row` makes a row of, on the device, without waiting for it. All processes join."""
+def measure(optimizer: PISA, old: RoundSnapshot, new: RoundSnapshot) -> Tensor:
+    """Return the numbers for `make_row`, on the device and without waiting. A collective."""
     layout = new.layout
-    numbers = [_numbers(optimizer, section) for section in layout.sections]
-    pairs = zip(numbers, new.samples, strict=True)
-    means = [(own.weights * sample.duals).sum(0) for own, sample in pairs]
-    totals = (numbers[0].weights * numbers[0].sigma).sum(0)
+    settings = [_settings(optimizer, section) for section in layout.sections]
+    pairs = zip(settings, new.samples, strict=True)
+    means = [(section.weights * sample.duals).sum(0) for section, sample in pairs]
+    totals = (settings[0].weights * settings[0].sigma).sum(0)
     if isinstance(optimizer.peers, Ranks):
         totals, *means = _summed([totals, *means], optimizer.peers.group, layout.home)
-    parts = zip(layout.sections, numbers, old.samples, new.samples, means, strict=True)
-    found = [_found(optimizer, *part) for part in parts]
+    parts = zip(layout.sections, settings, old.samples, new.samples, means, strict=True)
+    results = [_measure_section(optimizer, *part) for part in parts]
     home = layout.home
-    sums = torch.stack([own.sums.to(home) for own in found]).sum(0)
+    sums = torch.stack([result.sums.to(home) for result in results]).sum(0)
     steps = torch.stack([sample.steps.amax(1).to(home) for sample in new.samples]).amax(0)
     absent = (new.iteration - steps).clamp(min=0).sum()
-    # With a weightless one, because there may be no others.
-    values = torch.cat([*(own.values.to(home) for own in found), sums.new_zeros(2, 1)], dim=1)
-    weights = torch.cat([*(own.weights.to(home) for own in found), sums.new_zeros(1)])
+    # One value without weight is added, because there may be no others.
+    values = torch.cat([*(result.values.to(home) for result in results), sums.new_zeros(2, 1)], 1)
+    weights = torch.cat([*(result.weights.to(home) for result in results), sums.new_zeros(1)])
     lowest = torch.where(weights > 0, values, math.inf).amin(1)
     highest = torch.where(weights > 0, values, -math.inf).amax(1)
-    own = torch.cat([sums, absent[None], lowest, highest])
-    everyone, values, weights = _together(own, values, weights, others(optimizer))
-    sums, lowest, highest = torch.split(everyone, [len(sums) + 1, 2, 2], dim=1)
+    packed = torch.cat([sums, absent[None], lowest, highest])
+    all_sums, values, weights = _gather_from_all(packed, values, weights, process_groups(optimizer))
+    sums, lowest, highest = torch.split(all_sums, [len(sums) + 1, 2, 2], dim=1)
     medians = _medians(values, weights)
-    lrs = numbers[0].lr.to(home)
+    lrs = settings[0].lr.to(home)
     return torch.cat([sums.sum(0), lowest.amin(0), medians, highest.amax(0), totals.to(home), lrs])
 
 
-def _numbers(optimizer: PISA, section: Section) -> _Numbers:
+def _settings(optimizer: PISA, section: SampleSection) -> _Settings:
     parts, m = optimizer.parts(), optimizer.batches
     sigmas = [sigma for part in parts for sigma in _mean_sigmas(optimizer, part)]
     rhos = [rho for part in parts for rho in part.rhos]
@@ -149,7 +149,7 @@ def _numbers(optimizer: PISA, section: Section) -> _Numbers:
     n = len(parts)
     numbers = on_device(values, device, dtype)
     sigma, rho, lr, weights = torch.split(numbers, [n * m, n * m, n, m])
-    return _Numbers(sigma.view(n, m).t(), rho.view(n, m).t(), lr, weights[:, None])
+    return _Settings(sigma.view(n, m).t(), rho.view(n, m).t(), lr, weights[:, None])
 
 
 def _mean_sigmas(optimizer: PISA, part: Part) -> list[float | Tensor]:
@@ -160,41 +160,41 @@ def _mean_sigmas(optimizer: PISA, part: Part) -> list[float | Tensor]:
     elements = max(1, sum(param.numel() for param in params))
     means: list[float | Tensor] = []
     for slot in range(optimizer.batches):
-        own = [
+        weighted = [
             param.numel() / elements * optimizer.state[param][state_key("sigma", slot)]
             for param in params
         ]
-        means.append(sum(own, torch.zeros(())) if own else 1.0)
+        means.append(sum(weighted, torch.zeros(())) if weighted else 1.0)
     return means
 
 
 def _summed(tensors: list[Tensor], group: "ProcessGroup", home: torch.device) -> list[Tensor]:
-    """Each of some vectors, added up over the ranks of `group`, in one go."""
+    """Return each vector, summed over the ranks of `group` in one collective."""
     flat = torch.cat([tensor.to(home) for tensor in tensors])
     sizes = [tensor.numel() for tensor in tensors]
     pieces = torch.split(dtensor.summed(flat, [group]), sizes)
-    return [piece.to(own.device) for piece, own in zip(pieces, tensors, strict=True)]
+    return [piece.to(tensor.device) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-def _found(
+def _measure_section(
     optimizer: PISA,
-    section: Section,
-    numbers: _Numbers,
-    old: Sample,
-    new: Sample,
+    section: SampleSection,
+    settings: _Settings,
+    old: SectionSample,
+    new: SectionSample,
     mean: Tensor,
-) -> _Found:
-    group_of, decay = section.part_of, section.dual_decay
-    sigma, rho, lr = numbers.sigma[:, group_of], numbers.rho[:, group_of], numbers.lr[group_of]
+) -> _SectionResult:
+    part_of, decay = section.part_of, section.dual_decay
+    sigma, rho, lr = settings.sigma[:, part_of], settings.rho[:, part_of], settings.lr[part_of]
     if section.follows:
         slots = range(optimizer.batches)
-        own = [torch.stack(_state(optimizer, section, "sigma", slot)) for slot in slots]
-        sigma = torch.stack(own).to(sigma).clamp(min=TINY)[:, section.tensor_of]
-    # An absent batch keeps its dual, which dual_decay has not touched.
+        sigmas = [torch.stack(_state(optimizer, section, "sigma", slot)) for slot in slots]
+        sigma = torch.stack(sigmas).to(sigma).clamp(min=TINY)[:, section.tensor_of]
+    # The dual of an absent batch stays as it was, without dual_decay.
     stepped = (new.steps > old.steps)[:, section.tensor_of]
     delta = torch.where(stepped, new.duals / (decay or math.nan) - old.duals, 0.0)
     moved = torch.where(lr > 0, (new.w - old.w) / lr, 0.0)
-    weights = numbers.weights * section.scale
+    weights = settings.weights * section.scale
     sums = [
         (weights * (lr * delta / sigma).square()).sum(),
         (section.scale * old.w.square()).sum(),
@@ -205,56 +205,56 @@ def _found(
     diagonal = _diagonal(optimizer, section, sigma, rho, delta, stepped, new)
     if diagonal is None:
         nothing = section.scale.new_zeros(2, 0)
-        return _Found(F.pad(torch.stack(sums), (0, 2)), nothing, nothing[0])
+        return _SectionResult(F.pad(torch.stack(sums), (0, 2)), nothing, nothing[0])
     rq, known = diagonal
     picture = report.picture(sigma, rq, lr)
     counted = torch.where(known, section.scale, 0.0)
     sums += [(counted * (sigma > rq)).sum(), counted.sum()]
     values = torch.stack([picture.first_step.flatten(), picture.momentum.flatten()])
-    return _Found(torch.stack(sums), values, counted.flatten())
+    return _SectionResult(torch.stack(sums), values, counted.flatten())
 
 
 def _diagonal(
     optimizer: PISA,
-    section: Section,
+    section: SampleSection,
     sigma: Tensor,
     rho: Tensor,
     delta: Tensor,
     stepped: Tensor,
-    new: Sample,
+    new: SectionSample,
 ) -> tuple[Tensor, Tensor] | None:
-    """rho q, and where it is known; None if Q has no diagonal."""
-    own = section.preconditioner
-    if type(own) is NewtonSchulz:
-        # d = -s/(sigma + rho |s|) with q = |s|, so what rho q is of the sum is rho |d|, and nothing
-        # has to be orthogonalised again.
+    """Return rho q and where it is known, or None if Q has no diagonal."""
+    rule = section.preconditioner
+    if type(rule) is NewtonSchulz:
+        # d = -s/(sigma + rho |s|) with q = |s|, so rho q is the part rho |d| of the sum, and there
+        # is no need to orthogonalise again.
         if not section.dual_decay:
             return None
         share = (rho * delta.abs() / sigma).clamp(max=1 - torch.finfo(delta.dtype).eps)
         return sigma * share / (1 - share), stepped
-    if type(own) in (Spectral, SpectralConsensus):  # they turn coordinates into one another
+    if type(rule) in (Spectral, SpectralConsensus):  # their Q mixes coordinates
         return None
     steps = new.steps[:, section.tensor_of]
-    if foreach.knows(own):
-        names = own.init(new.duals[:0])
-        state = {name: _gathered(optimizer, section, name) for name in names}
-        q = own.diagonal(new.duals, state, _one(new.steps) or steps)
+    if foreach.knows(rule):
+        names = rule.init(new.duals[:0])
+        state = {name: _state_samples(optimizer, section, name) for name in names}
+        q = rule.diagonal(new.duals, state, _common_step(new.steps) or steps)
     else:
-        q = _asked(optimizer, section)
+        q = _diagonals_by_batch(optimizer, section)
     known = steps > 0
     return None if q is None else (torch.where(known, rho * q, 0.0), known)
 
 
-def _one(steps: Tensor) -> float | None:
-    """The number that all counters show, if that can be seen without waiting: most often it is."""
+def _common_step(steps: Tensor) -> float | None:
+    """Return the step that all counters show, if the host can tell without waiting."""
     if steps.device.type != "cpu":
         return None
     lowest, highest = steps.aminmax()
     return float(lowest) if lowest == highest else None
 
 
-def _asked(optimizer: PISA, section: Section) -> Tensor | None:
-    """q of a preconditioner of which nothing is known: it is asked for all of every tensor."""
+def _diagonals_by_batch(optimizer: PISA, section: SampleSection) -> Tensor | None:
+    """Return q of an unknown preconditioner, which is asked for all of every tensor."""
     rows = []
     for slot in range(optimizer.batches):
         row = []
@@ -278,31 +278,31 @@ def _asked(optimizer: PISA, section: Section) -> Tensor | None:
     return section.gather(rows)
 
 
-def _together(
-    own: Tensor, values: Tensor, weights: Tensor, over: Sequence["ProcessGroup"]
+def _gather_from_all(
+    sums: Tensor, values: Tensor, weights: Tensor, groups: Sequence["ProcessGroup"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`own` of every process, one per row, and as many values and weights as medians need."""
-    processes = math.prod(group.size() for group in over)
+    """Gather `sums`, one row per process, and as many values and weights as medians need."""
+    processes = math.prod(group.size() for group in groups)
     limit = max(_MEDIAN_OF_EACH, _MEDIAN_OF // processes)
-    every = -(-weights.numel() // limit)
-    some = torch.cat([values, every * weights[None]])[:, ::every]
-    if not over:
-        return own[None], some[:2], some[2]
+    stride = -(-weights.numel() // limit)
+    subset = torch.cat([values, stride * weights[None]])[:, ::stride]
+    if not groups:
+        return sums[None], subset[:2], subset[2]
     from torch import distributed
 
-    some = F.pad(some, (0, limit - some.size(1)))
-    packed = torch.cat([own, some.flatten()])[None]
-    for group in over:
+    subset = F.pad(subset, (0, limit - subset.size(1)))
+    packed = torch.cat([sums, subset.flatten()])[None]
+    for group in groups:
         received = packed.new_empty(group.size() * packed.size(0), packed.size(1))
         distributed.all_gather_into_tensor(received, packed, group=group)
         packed = received
-    everyone, all_of_it = torch.split(packed, [own.numel(), some.numel()], dim=1)
-    first, second, third = all_of_it.view(-1, 3, limit).unbind(1)
-    return everyone, torch.stack([first.flatten(), second.flatten()]), third.flatten()
+    all_sums, all_subsets = torch.split(packed, [sums.numel(), subset.numel()], dim=1)
+    first, second, third = all_subsets.view(-1, 3, limit).unbind(1)
+    return all_sums, torch.stack([first.flatten(), second.flatten()]), third.flatten()
 
 
 def _medians(values: Tensor, weights: Tensor) -> Tensor:
-    """Of each row the value that half of the weight does not exceed."""
+    """Return the weighted median of each row."""
     ordered, order = values.sort(dim=1)
     reached = weights[order].cumsum(1)
     place = torch.searchsorted(reached, reached[:, -1:] / 2)

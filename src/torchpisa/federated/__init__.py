@@ -1,4 +1,4 @@
-"""Federated learning: how data is spread, algorithms, and a simulation of all clients.
+"""Federated learning: partitions of data, algorithms, and a simulation of all clients.
 
 For real clients on many machines there is `torchpisa.federated.flower`.
 """
@@ -14,8 +14,8 @@ from torchpisa.federated.algorithms import (
     FedProx,
     Scaffold,
 )
-from torchpisa.federated.local_work import Epochs, FullGradient, Minibatches
-from torchpisa.federated.objective import accuracy, cross_entropy
+from torchpisa.federated.clients.local_work import Epochs, FullGradient, Minibatches
+from torchpisa.federated.clients.objective import accuracy, cross_entropy
 from torchpisa.federated.simulation import Counts, Simulation
 
 __all__ = [

@@ -1,4 +1,4 @@
-r"""Who holds what: samples spread over the clients of federated learning.
+r"""Partitions of samples over the clients of federated learning.
 
 Every function here divides all samples among `clients` and returns `torchpisa.data.Parts`: the
 indices of each client's samples, and with `Parts.weights` the shares \(\alpha_i\). The kinds of
@@ -38,13 +38,13 @@ __all__ = [
     "noise_levels",
 ]
 
-# How many Dirichlet shares are drawn before giving up: some seconds. A small alpha with a large
-# `smallest` may well take hundreds of draws, so stopping early would refuse what is possible.
-SHARES = 1_000_000
+# Dirichlet shares that are drawn before giving up, which takes some seconds. A small alpha with a
+# large `smallest` may well take hundreds of draws, so stopping early would refuse what is possible.
+MAX_SHARES = 1_000_000
 
 
 def iid(data: Dataset[Any] | Sized | int, clients: int, *, seed: int = 0) -> Parts:
-    """Deal all samples out at random in equal numbers: `torchpisa.data.split`.
+    """Deal all samples out at random in equal numbers, as `torchpisa.data.split` does.
 
     Args:
         data: anything with a length, or that length.
@@ -192,7 +192,7 @@ def by_quantity(
 
 
 def label_counts(parts: Parts, labels: Tensor | Sequence[int]) -> Tensor:
-    """How many samples of each label each client holds.
+    """Count the samples of each label that each client holds.
 
     Args:
         parts: the samples of each client.
@@ -221,7 +221,7 @@ def label_counts(parts: Parts, labels: Tensor | Sequence[int]) -> Tensor:
 
 
 def noise_levels(clients: int, largest: float) -> tuple[float, ...]:
-    r"""The variances of NIID-Bench's feature skew: \(\sigma i / m\) for \(i = 1, \ldots, m\).
+    r"""Return the variances \(\sigma i / m\) of NIID-Bench's feature skew, \(i = 1, \ldots, m\).
 
     So says its paper. Its code has \(\sigma (i - 1) / (m - 1)\), as standard deviations.
 
@@ -242,7 +242,7 @@ def noise_levels(clients: int, largest: float) -> tuple[float, ...]:
 
 
 def add_noise(inputs: Tensor, level: float, *, client: int = 0, seed: int = 0) -> Tensor:
-    """`inputs` plus Gaussian noise of mean 0 and variance `level`, as a new tensor.
+    """Return `inputs` plus Gaussian noise of mean 0 and variance `level`, as a new tensor.
 
     Args:
         inputs: floating-point features of one client's samples, of any shape.
@@ -272,7 +272,7 @@ def add_noise(inputs: Tensor, level: float, *, client: int = 0, seed: int = 0) -
 
 
 def by_class(labels: Tensor | Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-    """The distinct labels, ascending; for each sample which of them it has; how many have each."""
+    """Return the distinct labels, ascending; each sample's position among them; their counts."""
     try:
         values = torch.as_tensor(labels, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -297,36 +297,36 @@ def _check_clients(clients: int, n: int, smallest: int) -> None:
 
 
 def _samples(kinds: Tensor, counts: list[int], use: str, seed: int) -> list[Tensor]:
-    """The samples of each label, shuffled."""
+    """Return the samples of each label, shuffled."""
     grouped = torch.split(kinds.argsort(stable=True), counts)
     return [group[permutation(len(group), use, seed, j)] for j, group in enumerate(grouped)]
 
 
 def _parts(shares: list[list[Tensor]]) -> Parts:
-    # In the order of the data: label after label would be a poor order to train in.
+    # Sorted, so in the order of the data: label after label would be a poor order to train in.
     return Parts(tuple(torch.cat(share).sort().values for share in shares))
 
 
 def _holder_counts(counts: list[int], clients: int, s: int, seed: int) -> list[int]:
-    """How many clients hold each label: equally many, give or take one."""
+    """Return the number of clients that hold each label: equal numbers, give or take one."""
     base, more = divmod(clients * s, len(counts))
     order = list(range(len(counts)))
     if s > 1:
         order = permutation(len(counts), "holders", seed).tolist()
-        # One holder more where there are samples for it, if there are such labels.
+        # Labels with enough samples come first, and so get the additional holders.
         order.sort(key=lambda j: counts[j] <= base)
     return [base + (j in order[:more]) for j in range(len(counts))]
 
 
 def _deal(holders: list[int], clients: int, s: int, seed: int) -> list[list[int]]:
-    """Which labels each client holds: s different ones, the j-th with `holders[j]` holders."""
+    """Return the labels of each client: s different ones, with `holders[j]` holders of the j-th."""
     C = len(holders)
     held = [[i % C] for i in range(clients)]
     room = [holders[j] - len(range(j, clients, C)) for j in range(C)]
     shuffle = random.Random(hashed("deal", seed)).shuffle
 
-    def give(i: int, tried: set[int]) -> bool:
-        """One label more for client i; where none has room, some other client swaps its own."""
+    def give_label(i: int, tried: set[int]) -> bool:
+        """Give client i one label more; if none has room, make another client swap one of its."""
         order = [j for j in range(C) if j not in held[i] and j not in tried]
         shuffle(order)
         for j in order:
@@ -337,18 +337,18 @@ def _deal(holders: list[int], clients: int, s: int, seed: int) -> list[list[int]
         for j in order:
             tried.add(j)
             for other in range(clients):
-                if j in held[other][1:] and give(other, tried):
+                if j in held[other][1:] and give_label(other, tried):
                     held[other].remove(j)
                     held[i].append(j)
                     return True
         return False
 
-    everybody = list(range(clients))
+    order_of_clients = list(range(clients))
     for _ in range(s - 1):
-        shuffle(everybody)
-        for i in everybody:
-            given = give(i, set())
-            assert given  # an augmenting path exists as long as there is room
+        shuffle(order_of_clients)
+        for i in order_of_clients:
+            received = give_label(i, set())
+            assert received  # an augmenting path exists as long as there is room
     return held
 
 
@@ -360,7 +360,7 @@ def _draw(
     check_range("alpha", alpha, 0, low_open=True, high_open=True)
     check_count("seed", seed, 0)
     source = random.Random(hashed("shares", seed))
-    draws = max(1, SHARES // (clients * len(counts)))
+    draws = max(1, MAX_SHARES // (clients * len(counts)))
     for _ in range(draws):
         cuts = [_cut(n, _shares(clients, alpha, source)) for n in counts]
         if min(map(sum, zip(*cuts, strict=True))) >= smallest:
@@ -372,7 +372,7 @@ def _draw(
 
 
 def _shares(clients: int, alpha: float, source: random.Random) -> list[float]:
-    """One draw from Dir(alpha): gamma variates over their sum."""
+    """Draw from Dir(alpha): gamma variates over their sum."""
     # Gamma(a) is Gamma(a + 1) U^(1/a); as logarithms, because for small a it underflows to 0.
     # 1 - random() is in (0, 1].
     logs = [

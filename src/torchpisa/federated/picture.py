@@ -1,4 +1,4 @@
-"""The picture of who holds what."""
+"""A picture of how labels are spread over clients."""
 
 import math
 from collections.abc import Sequence
@@ -97,12 +97,12 @@ def draw(
 
 
 def _numbered(totals: list[int], room: bool) -> Sequence[int]:
-    """The bars that get a number: without room for all, the longest, as a scale for the others."""
+    """Return the bars to number: all if there is room, else the longest, as a scale."""
     return range(len(totals)) if room else [totals.index(max(totals))]
 
 
 def _discs(axes: Any, counts: Tensor, names: list[int], width: float, height: float) -> None:
-    """One disc per client and label, in cells of `width` by `height` inches."""
+    """Draw one disc per client and label, in cells of `width` by `height` inches."""
     from matplotlib.collections import EllipseCollection
 
     held = counts.nonzero().tolist()

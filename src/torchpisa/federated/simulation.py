@@ -15,27 +15,21 @@ from torch import Tensor, nn
 from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
 from torchpisa.federated.algorithms.base import Algorithm, ServerState
-from torchpisa.federated.in_turn import InTurn
-from torchpisa.federated.objective import (
-    Data,
-    Loss,
-    Objective,
-    cross_entropy,
-    size,
-    trainable,
-)
-from torchpisa.federated.progress import progress_bar
-from torchpisa.federated.together import Together, obstacle
+from torchpisa.federated.clients.batched import BatchedClients, batching_obstacle
+from torchpisa.federated.clients.data import Data, sample_count
+from torchpisa.federated.clients.objective import Loss, Objective, cross_entropy, trainable
+from torchpisa.federated.clients.sequential import SequentialClients
+from torchpisa.federated.progress_bar import progress_bar
 
 __all__ = ["Counts", "Row", "Simulation"]
 
 Row = dict[str, float]
-"""What is logged at one moment, by name."""
+"""The numbers of one entry of the log, by name."""
 
 
 @dataclasses.dataclass
 class Counts:
-    """What a run has cost so far, all clients together.
+    """The cost of a run so far, of all clients together.
 
     Attributes:
         gradients: local gradients evaluated, of a mini-batch or of all data of a client.
@@ -110,7 +104,7 @@ class Simulation:
         self.counts = Counts()
         self._seed = seed
         self._participation = participation
-        self._sizes = [size(data) for data in clients]
+        self._sizes = [sample_count(data) for data in clients]
         samples = sum(self._sizes)
         self._alphas = torch.tensor([n / samples for n in self._sizes], dtype=torch.float64)
         weights = trainable(self.model)
@@ -118,33 +112,33 @@ class Simulation:
         objective = Objective(self.model, loss)
         self.why_in_turn = self._obstacle(batched, objective, clients)
         shared = (weights, seed, self._alphas)
-        self._clients: Together | InTurn
+        self._clients: BatchedClients | SequentialClients
         if batched is False or self.why_in_turn is not None:
             self.batched = 1
-            self._clients = InTurn(algorithm, objective, clients, *shared)
+            self._clients = SequentialClients(algorithm, objective, clients, *shared)
         else:
             at_once = len(clients) if batched is None or batched is True else batched
             self.batched = min(at_once, len(clients))
             tensors = cast(Sequence[tuple[Tensor, Tensor]], clients)
-            self._clients = Together(algorithm, objective, tensors, *shared, self.batched)
+            self._clients = BatchedClients(algorithm, objective, tensors, *shared, self.batched)
 
     def _obstacle(
         self, batched: bool | int | None, objective: Objective, clients: Sequence[Data]
     ) -> str | None:
         if batched is False:
             return None
-        reason = obstacle(self.algorithm, objective, clients)
+        reason = batching_obstacle(self.algorithm, objective, clients)
         if reason is not None and batched is not None:
             raise ValueError(f"batched={batched!r} is not possible: {reason}")
         return reason
 
     @property
     def iteration(self) -> int:
-        """Rounds done."""
+        """Return the number of rounds done."""
         return self.server.iteration
 
     def present(self, iteration: int) -> list[int]:
-        """The clients that take part in a round, which counts from 0."""
+        """Return the clients that take part in a round; rounds count from 0."""
         m = len(self._sizes)
         if callable(self._participation):
             chosen = sorted(set(self._participation(iteration)))
@@ -161,7 +155,7 @@ class Simulation:
 
     @torch.no_grad()
     def round(self) -> None:
-        """One round of everybody who takes part in it."""
+        """Run one round with everybody who takes part in it."""
         server = self.algorithm.open(self.server)
         present = self.present(server.iteration)
         if present:
@@ -176,11 +170,11 @@ class Simulation:
             self.counts.bytes_down += down.bytes * len(present)
         else:
             self.server = self.algorithm.skip(server)
-        self._show()
+        self._copy_weights_into_model()
 
     @torch.no_grad()
-    def _show(self) -> None:
-        """Put the global weights into the model."""
+    def _copy_weights_into_model(self) -> None:
+        """Copy the global weights into the model."""
         for name, w in self.server.weights.items():
             self.model.get_parameter(name).copy_(w)
 
@@ -194,7 +188,7 @@ class Simulation:
         checkpoint: str | os.PathLike[str] | None = None,
         progress: bool = True,
     ) -> list[Row]:
-        """Go on until `rounds` rounds are done, counted from the very first.
+        """Run until `rounds` rounds are done, counted from the very first.
 
         Args:
             rounds: rounds in all.
@@ -215,7 +209,7 @@ class Simulation:
         """
         check_count("rounds", rounds, 0)
         check_count("every", every)
-        history = History(log, checkpoint)
+        history = RunHistory(log, checkpoint)
         saved = history.resume()
         if saved is not None:
             self.load_state_dict(saved)
@@ -248,13 +242,15 @@ class Simulation:
         if evaluate is None:
             return {}
         self.model.eval()
-        found = evaluate(self.model)
-        if not isinstance(found, dict):
-            raise TypeError(f"evaluate must return numbers by name in a dictionary, got {found!r}")
-        return found
+        metrics = evaluate(self.model)
+        if not isinstance(metrics, dict):
+            raise TypeError(
+                f"evaluate must return numbers by name in a dictionary, got {metrics!r}"
+            )
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on: the server, the clients' memory, and the counts."""
+        """Return all that a run needs to continue: server, clients' memory and counts."""
         state = {
             "setting": self._setting(),
             "server": vars(self.server),
@@ -264,16 +260,16 @@ class Simulation:
         return cast(dict[str, Any], _copied(state, None))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a simulation with the same arguments."""
-        for name, here in self._setting().items():
+        """Continue from a `state_dict` of a simulation with the same arguments."""
+        for name, current in self._setting().items():
             saved = state["setting"].get(name)
-            if saved != here:
-                raise ValueError(f"{name} must be that of the saved run, {saved}, got {here}")
+            if saved != current:
+                raise ValueError(f"{name} must be that of the saved run, {saved}, got {current}")
         copied = _copied(state, next(iter(self.server.weights.values())).device)
         self.server = ServerState(**copied["server"])
         self._clients.memory = copied["clients"]
         self.counts = Counts(**copied["counts"])
-        self._show()
+        self._copy_weights_into_model()
 
     def _setting(self) -> dict[str, Any]:
         shapes = {name: tuple(w.shape) for name, w in self.server.weights.items()}
@@ -282,12 +278,12 @@ class Simulation:
             "model": shapes,
             "sizes": self._sizes,
             "seed": self._seed,
-            "together": isinstance(self._clients, Together),
+            "together": isinstance(self._clients, BatchedClients),  # decides the form of `clients`
         }
 
 
-class History:
-    """The rows of a run, in memory and, if asked for, in a file; and its checkpoint."""
+class RunHistory:
+    """The rows of a run, in memory and, if wanted, in a file; and its checkpoint."""
 
     def __init__(
         self,
@@ -299,7 +295,7 @@ class History:
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
 
     def resume(self) -> dict[str, Any] | None:
-        """The saved state, if there is one; the log then ends where it was saved."""
+        """Return the saved state, or None; the log is cut back to where it was saved."""
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         if self._checkpoint is None or not self._checkpoint.exists():
@@ -308,7 +304,7 @@ class History:
             return None
         try:
             saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many kinds, with advice that is none here
+        except Exception as error:  # torch raises many kinds, and its advice does not apply here
             raise ValueError(
                 f"checkpoint must be a file that run() wrote, got {self._checkpoint}, which "
                 "cannot be read; it is left as it is"
@@ -320,6 +316,7 @@ class History:
         return cast(dict[str, Any], saved["state"])
 
     def add(self, row: Row, state: Callable[[], dict[str, Any]]) -> None:
+        """Append a row and save the state."""
         self.rows.append(row)
         if self._log is not None:
             with self._log.open("a", encoding="utf-8") as file:
@@ -328,7 +325,7 @@ class History:
             self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
             new = self._checkpoint.with_name(self._checkpoint.name + ".new")
             torch.save({"state": state(), "rows": self.rows}, new)
-            new.replace(self._checkpoint)  # at once: an interruption leaves the old one
+            new.replace(self._checkpoint)  # atomic: an interruption leaves the old one
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

@@ -14,7 +14,7 @@ __all__ = ["Blocks"]
 
 
 class Blocks(Preconditioner):
-    r"""A vector of weights, cut into blocks that a preconditioner sees as tensors.
+    r"""A vector of weights cut into blocks, which a preconditioner sees as tensors.
 
     \(Q\) is block diagonal, so \(0 \preceq Q \preceq \eta I\) if that holds for every block.
 
@@ -64,13 +64,13 @@ class Blocks(Preconditioner):
         parts = (self._cut(x) for x in (problem.param, problem.grad, problem.dual))
         blocks = zip(self.rules, *parts, self._cut(problem.residual), strict=True)
         for number, (rule, param, grad, dual, residual) in enumerate(blocks):
-            end = str(number)
+            suffix = str(number)
             names = list(rule.init(dual))
-            own = {name: state[name + end] for name in names}
+            block_state = {name: state[name + suffix] for name in names}
             block = replace(problem, param=param, grad=grad, dual=dual, residual=residual)
-            d, new = rule.solve(block, own)
+            d, new = rule.solve(block, block_state)
             steps.append(d.reshape(-1))
-            new_state |= {name + end: new[name] for name in names}
+            new_state |= {name + suffix: new[name] for name in names}
         return torch.cat(steps), new_state
 
     def _cut(self, vector: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-r"""`certify`: run PISA and hold every iterate against what Section 3 states."""
+r"""`certify`: a run of PISA, each iterate of which is compared with the statements of Section 3."""
 
 import functools
 import math
@@ -11,14 +11,14 @@ from torch import Tensor
 from torchpisa.checks import check_count, check_range
 from torchpisa.optim.arguments import check_rho, check_sigma, per_batch
 from torchpisa.preconditioners import Hessian, Identity, Preconditioner, SecondMoment
-from torchpisa.theory.constants import Constants, Kind, constants_of, delta_of
+from torchpisa.theory.constants import Constants, ConstantsKind, constants_of, delta_of
 from torchpisa.theory.problems import Problem
 from torchpisa.theory.statements import STATEMENTS, Run, Statement
-from torchpisa.theory.trajectory import Iterate, follow
+from torchpisa.theory.trajectory import Iterate, record_run
 
 __all__ = ["Certificate", "Check", "certify"]
 
-# Of a margin; the values themselves are good to about 1e-12.
+# A margin may be this far below zero; the values themselves are good to about 1e-12.
 _TOLERANCE = 1e-9
 
 _check_gamma = functools.partial(check_range, low=0, high=1, low_open=True, high_open=True)
@@ -58,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""What `certify` found.
+    r"""The result of `certify`.
 
     Attributes:
         title: what was run.
@@ -82,21 +82,21 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether every statement holds, be the conditions met or not."""
+        """Return True if every statement holds, whether or not the conditions are met."""
         return all(check.holds for check in self.checks)
 
     @property
     def passed(self) -> bool:
-        """Whether the conditions are met and every statement holds."""
+        """Return True if the conditions are met and every statement holds."""
         return not self.unmet and self.holds
 
     def __getitem__(self, name: str) -> Check:
-        """The check of that name."""
-        found = [check for check in self.checks if check.name == name]
-        if not found:
+        """Return the check of that name."""
+        matches = [check for check in self.checks if check.name == name]
+        if not matches:
             known = ", ".join(repr(check.name) for check in self.checks)
             raise KeyError(f"no check named {name!r}; there are {known}")
-        return found[0]
+        return matches[0]
 
     def __str__(self) -> str:
         lines = [self.title, *(f"unmet condition: {line}" for line in self.unmet)]
@@ -124,7 +124,7 @@ def certify(
     sigma0: float | Sequence[float] | None = None,
     iterations: int = 200,
     batch_size: int | None = None,
-    constants: Kind = "corrected",
+    constants: ConstantsKind = "corrected",
     start: Tensor | None = None,
     seed: int = 0,
 ) -> Certificate:
@@ -171,7 +171,7 @@ def certify(
     start = _start(problem, start)
     delta = delta_of(problem, gamma=max(gammas), sigma=sigma, start=start)
     etas = _etas(problem, preconditioner, eta, delta)
-    found = constants_of(
+    theory = constants_of(
         problem,
         gamma=max(gammas),
         rho_eta=[r * e for r, e in zip(rhos, etas, strict=True)],
@@ -180,8 +180,8 @@ def certify(
         sigma=sigma,
         start=start,
     )
-    sigmas = per_batch("sigma0", found.sigma0 if sigma0 is None else sigma0, m, check_sigma)
-    iterates = follow(
+    sigmas = per_batch("sigma0", theory.sigma0 if sigma0 is None else sigma0, m, check_sigma)
+    iterates = record_run(
         problem,
         preconditioner,
         sigma0=[float(s) for s in sigmas],
@@ -193,14 +193,14 @@ def certify(
         start=start,
         seed=seed,
     )
-    run = Run(problem, found, gammas, batch_size is not None, iterates)
+    run = Run(problem, theory, gammas, batch_size is not None, iterates)
     checks = (_check(statement, run) for statement in STATEMENTS)
     covered, gradient_left = _progress(problem, iterates)
     return Certificate(
         title=_title(problem, preconditioner, gammas, batch_size, constants),
-        constants=found,
+        constants=theory,
         sigma0=float(min(sigmas)),
-        unmet=_unmet(found, float(min(sigmas)), gammas),
+        unmet=_unmet(theory, float(min(sigmas)), gammas),
         checks=tuple(check for check in checks if check is not None),
         covered=covered,
         gradient_left=gradient_left,
@@ -209,8 +209,8 @@ def certify(
 
 
 def _check(statement: Statement, run: Run) -> Check | None:
-    """The sample with the smallest margin; None if the statement says nothing of such a run."""
-    worst = min(statement.samples(run), key=lambda sample: sample.margin, default=None)
+    """Return the inequality with the smallest margin, or None if the run has none."""
+    worst = min(statement.inequalities(run), key=lambda sample: sample.margin, default=None)
     if worst is None:
         return None
     return Check(
@@ -253,16 +253,16 @@ def _etas(
         return [eta for _ in batches]
     if isinstance(preconditioner, Identity):
         return [1.0 for _ in batches]
-    own = float(getattr(preconditioner, "eta", math.inf))
+    guaranteed = float(getattr(preconditioner, "eta", math.inf))
     if isinstance(preconditioner, SecondMoment):
-        own += preconditioner.eps
+        guaranteed += preconditioner.eps
     if isinstance(preconditioner, Hessian):
-        return [min(own, problem.smoothness(i, 2 * delta)) for i in batches]
-    if own == math.inf:
+        return [min(guaranteed, problem.smoothness(i, 2 * delta)) for i in batches]
+    if guaranteed == math.inf:
         raise ValueError(
             f"eta must be given for {type(preconditioner).__name__} without a finite eta of its own"
         )
-    return [own for _ in batches]
+    return [guaranteed for _ in batches]
 
 
 def _unmet(constants: Constants, sigma0: float, gammas: Sequence[float]) -> tuple[str, ...]:
@@ -291,7 +291,7 @@ def _title(
     preconditioner: Preconditioner,
     gammas: Sequence[float],
     batch_size: int | None,
-    kind: Kind,
+    kind: ConstantsKind,
 ) -> str:
     gradients = "full gradients" if batch_size is None else f"mini-batches of {batch_size}"
     return (

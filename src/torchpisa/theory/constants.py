@@ -10,9 +10,9 @@ from torch import Tensor
 from torchpisa.checks import check_choice, check_range
 from torchpisa.theory.problems import Problem
 
-__all__ = ["Constants", "Kind", "constants_of", "delta_of"]
+__all__ = ["Constants", "ConstantsKind", "constants_of", "delta_of"]
 
-Kind = Literal["corrected", "printed"]
+ConstantsKind = Literal["corrected", "printed"]
 r"""Which \(\varepsilon_i\): a bound on gradients, or as printed in equation (3.1)."""
 
 
@@ -34,7 +34,7 @@ class Constants:
         consensus_decay: \(\lambda\).
     """
 
-    kind: Kind
+    kind: ConstantsKind
     proven: bool
     sigma: float
     gamma: float
@@ -48,7 +48,7 @@ class Constants:
 
     @property
     def terms(self) -> dict[str, float]:
-        r"""The five terms of equation (3.4), each times 8 and at its largest over \(i\)."""
+        r"""Return the five terms of equation (3.4), each times 8 and at its largest over \(i\)."""
         return {
             "sigma": 8 * self.sigma,
             "rho_i eta_i": 8 * max(self.rho_eta),
@@ -59,34 +59,34 @@ class Constants:
 
     @property
     def sigma0(self) -> float:
-        r"""The least \(\sigma^0\) that equation (3.4) allows."""
+        r"""Return the least \(\sigma^0\) that equation (3.4) allows."""
         return max(self.terms.values())
 
     @property
     def dominant(self) -> str:
-        """Name of the term that decides."""
+        """Return the name of the largest term."""
         return max(self.terms, key=self.terms.__getitem__)
 
     @property
     def varpi(self) -> float:
-        r"""\(\varpi\) of (B.28): \(\|\sigma_i^\ell (w_i^\ell - w^\ell)\| \le \varpi\)."""
+        r"""Return \(\varpi\) of (B.28): \(\|\sigma_i^\ell (w_i^\ell - w^\ell)\| \le \varpi\)."""
         return math.sqrt(6 * (max(self.rho_eta) * self.delta) ** 2 + self.epsilon_delta / 4)
 
     @property
     def c(self) -> float:
-        r"""\(c\) of (B.29): \(\|w^{\ell+1} - w^\ell\| \le c \gamma^\ell / \sigma\)."""
+        r"""Return \(c\) of (B.29): \(\|w^{\ell+1} - w^\ell\| \le c \gamma^\ell / \sigma\)."""
         decay = 18 * max(self.rho_eta) ** 2 + 3 * self.consensus_decay**2
         return math.sqrt(decay * self.delta**2 + self.epsilon_delta)
 
     @property
     def c1(self) -> float:
-        r"""\(C_1\) of Theorem 3.2."""
+        r"""Return \(C_1\) of Theorem 3.2."""
         tail = self.c / (self.sigma * (1 - self.gamma))
         return max(self.varpi / self.sigma + tail, self.varpi / 8 + max(self.smoothness) * tail)
 
     @property
     def c2(self) -> float:
-        r"""\(C_2\) of Theorem 3.2, with what the printed one lacks.
+        r"""Return \(C_2\) of Theorem 3.2, with the terms that the printed one lacks.
 
         That is the factor \(C_1\) on \(8\lambda\delta\), and all that \(\mathcal{L}^\ell\) and
         \(\widetilde{\mathcal{L}}^\ell\) have beyond \(F_\lambda(w^\ell)\).
@@ -105,7 +105,7 @@ class Constants:
 def delta_of(
     problem: Problem, *, gamma: float, sigma: float | None = None, start: Tensor | None = None
 ) -> float:
-    r"""A bound of \(\delta\), the radius of \(\Omega\), equation (3.3).
+    r"""Return a bound of \(\delta\), the radius of \(\Omega\), equation (3.3).
 
     With \(F_\lambda(w) \ge F_{\min} + \frac{h}{2} \|w - \bar w\|^2\) (`Problem.growth`), the
     smallest share \(\alpha\) and \(E = F_\lambda(w^0) + 1/(1 - \gamma) - F_{\min}\),
@@ -131,7 +131,7 @@ def constants_of(
     *,
     gamma: float,
     rho_eta: Sequence[float],
-    kind: Kind = "corrected",
+    kind: ConstantsKind = "corrected",
     stochastic: bool = False,
     sigma: float | None = None,
     start: Tensor | None = None,

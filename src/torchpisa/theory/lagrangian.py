@@ -25,14 +25,14 @@ __all__ = [
 
 
 def augmented_lagrangian(problem: Problem, at: Iterate) -> float:
-    r"""\(\mathcal{L}(w, W, \Pi; \sigma)\), equation (2.6)."""
+    r"""Return \(\mathcal{L}(w, W, \Pi; \sigma)\), equation (2.6)."""
     losses = [float(problem.local_objective(i, at.w + d)) for i, d in enumerate(at.d)]
     local = torch.tensor(losses, dtype=torch.float64) + _coupling(at)
     return float(problem.alpha @ local + 0.5 * problem.consensus_decay * (at.w @ at.w))
 
 
 def merit(problem: Problem, at: Iterate, gamma: Sequence[float]) -> float:
-    r"""\(\widetilde{\mathcal{L}}^\ell\), equation (3.7).
+    r"""Return \(\widetilde{\mathcal{L}}^\ell\), equation (3.7).
 
     Args:
         problem: the problem.
@@ -44,30 +44,30 @@ def merit(problem: Problem, at: Iterate, gamma: Sequence[float]) -> float:
 
 
 def penalty(problem: Problem, at: Iterate) -> float:
-    r"""\(\sum_i \alpha_i \frac{8}{\sigma_i} \|\rho_i Q_i d_i\|^2\) of equation (3.7)."""
+    r"""Return \(\sum_i \alpha_i \frac{8}{\sigma_i} \|\rho_i Q_i d_i\|^2\) of equation (3.7)."""
     return float(problem.alpha @ (8 / at.sigma * at.pull.square().sum(1)))
 
 
 def tail(problem: Problem, iteration: int, gamma: Sequence[float]) -> float:
-    r"""\(\sum_i \alpha_i \gamma_i^\ell / (16 (1 - \gamma_i))\) of equation (3.7)."""
+    r"""Return \(\sum_i \alpha_i \gamma_i^\ell / (16 (1 - \gamma_i))\) of equation (3.7)."""
     gammas = torch.tensor(gamma, dtype=torch.float64)
     return float(problem.alpha @ (gammas**iteration / (16 * (1 - gammas))))
 
 
 def slack(problem: Problem, iteration: int, gamma: Sequence[float]) -> float:
-    r"""\(\sum_i \alpha_i \gamma_i^\ell / 16\), by which `tail` falls in one iteration."""
+    r"""Return \(\sum_i \alpha_i \gamma_i^\ell / 16\), by which `tail` falls in one iteration."""
     gammas = torch.tensor(gamma, dtype=torch.float64)
     return float(problem.alpha @ (gammas**iteration / 16))
 
 
 def lagrangian_gap(problem: Problem, at: Iterate) -> float:
-    r"""\(\mathcal{L}^\ell - F_\lambda(w^\ell)\)."""
+    r"""Return \(\mathcal{L}^\ell - F_\lambda(w^\ell)\)."""
     changes = [problem.change(i, at.w, d) for i, d in enumerate(at.d)]
     return float(problem.alpha @ (torch.tensor(changes, dtype=torch.float64) + _coupling(at)))
 
 
 def lagrangian_change(problem: Problem, before: Iterate, after: Iterate) -> float:
-    r"""\(\mathcal{L}^{\ell+1} - \mathcal{L}^\ell\)."""
+    r"""Return \(\mathcal{L}^{\ell+1} - \mathcal{L}^\ell\)."""
     steps = after.step + after.d - before.d
     changes = [
         problem.change(i, before.w + d, step)
@@ -79,5 +79,5 @@ def lagrangian_change(problem: Problem, before: Iterate, after: Iterate) -> floa
 
 
 def _coupling(at: Iterate) -> Tensor:
-    r"""\(\langle \pi_i, d_i \rangle + \frac{\sigma_i}{2} \|d_i\|^2\), one per batch."""
+    r"""Return \(\langle \pi_i, d_i \rangle + \frac{\sigma_i}{2} \|d_i\|^2\), one per batch."""
     return (at.dual * at.d).sum(1) + 0.5 * at.sigma * at.d.square().sum(1)

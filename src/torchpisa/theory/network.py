@@ -1,4 +1,4 @@
-"""Small networks: the losses are theirs, the constants are estimates."""
+"""Small networks as problems, with estimates for constants."""
 
 import copy
 import math
@@ -16,7 +16,7 @@ __all__ = ["Network"]
 
 
 class Network(Problem):
-    r"""A small network, its weights as one vector, in float64.
+    r"""A small network with its weights as one vector, in float64.
 
     Nobody knows the suprema over a ball of a network's gradients and curvatures. Here they are the
     largest values met at random points and on the way up from there, times a factor: estimates,
@@ -69,7 +69,7 @@ class Network(Problem):
 
     @property
     def start(self) -> Tensor:
-        """The weights of the module."""
+        """Return the weights of the module."""
         return torch.cat([p.detach().reshape(-1) for p in self.module.parameters()])
 
     def loss(self, i: int, w: Tensor, samples: Tensor | None = None) -> Tensor:
@@ -108,12 +108,12 @@ class Network(Problem):
         return self._loss(w, x.unsqueeze(0), y.unsqueeze(0))
 
     def _gradients(self, i: int, w: Tensor) -> Tensor:
-        """Gradients of all samples of a batch, one a row."""
+        """Return the gradients of all samples of a batch, one per row."""
         rows: Tensor = vmap(grad(self._sample_loss), in_dims=(None, 0, 0))(w, *self.batches[i])
         return rows
 
     def _points(self, i: int, radius: float) -> list[Tensor]:
-        """The start, random points of the ball, and points uphill of them, in its gradients."""
+        """Return the start, random points of the ball, and points uphill from them."""
         generator = torch.Generator().manual_seed(self.seed)
         climb = grad(lambda w: self._gradients(i, w).square().sum(1).amax())
         points = [self.start * min(1.0, radius / max(float(self.start.norm()), 1e-300))]
@@ -131,5 +131,5 @@ class Network(Problem):
 
 
 def _double(x: Tensor) -> Tensor:
-    """Floating tensors in float64; labels as they are."""
+    """Return floating-point tensors in float64, labels unchanged."""
     return x.detach().to(torch.float64) if x.is_floating_point() else x.detach()

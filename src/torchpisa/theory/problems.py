@@ -23,10 +23,10 @@ _WEIGHTS = (5 / 18, 8 / 18, 5 / 18)
 
 
 class Growth(NamedTuple):
-    r"""\(F_\lambda(w) \ge \mathrm{floor} + \frac{1}{2}\,\mathrm{curvature}\,\|w - \bar w\|^2\).
+    r"""A lower bound \(F_\lambda(w) \ge F_{\min} + \frac{h}{2} \|w - \bar w\|^2\).
 
-    What bounds the set \(\Omega\) of equation (3.2). Of a convex problem \(\bar w\) is the
-    solution and the floor is \(F^*\).
+    It bounds the set \(\Omega\) of equation (3.2). For a convex problem \(\bar w\) is the solution
+    and the floor is \(F^*\).
 
     Attributes:
         center: \(\bar w\).
@@ -40,7 +40,7 @@ class Growth(NamedTuple):
 
 
 class Problem(ABC):
-    r"""What `certify` needs to know of a problem.
+    r"""A problem for `certify`.
 
     A subclass has the losses (`loss`), the three bounds on the ball
     \(\mathbb{N}(R) = \{w : \|w\| \le R\}\), and `growth`.
@@ -70,55 +70,55 @@ class Problem(ABC):
 
     @abstractmethod
     def loss(self, i: int, w: Tensor, samples: Tensor | None = None) -> Tensor:
-        r"""\(H_i(w; B)\), differentiable in w; `samples` indexes \(B\), None is all of \(D_i\)."""
+        r"""Return \(H_i(w; B)\), differentiable in w; `samples` are \(B\), by default \(D_i\)."""
 
     @abstractmethod
     def smoothness(self, i: int, radius: float) -> float:
-        r"""\(r_i\) of Assumption 3.1: Lipschitz constant of the gradients on the ball."""
+        r"""Return \(r_i\) of Assumption 3.1, the Lipschitz constant of gradients on the ball."""
 
     @abstractmethod
     def gradient_bound(self, i: int, radius: float) -> float:
-        r"""\(\sup \|\nabla F_i(w; B)\|\) over the ball and all \(B \subseteq D_i\)."""
+        r"""Return \(\sup \|\nabla F_i(w; B)\|\) over the ball and all \(B \subseteq D_i\)."""
 
     @abstractmethod
     def gradient_spread(self, i: int, radius: float) -> float:
-        r"""\(\sup \|\nabla F_i(w; B) - \nabla F_i(w; B')\|\) over the ball and all \(B, B'\)."""
+        r"""Return \(\sup \|\nabla F_i(w; B) - \nabla F_i(w; B')\|\) over ball, \(B\) and \(B'\)."""
 
     @abstractmethod
     def growth(self) -> Growth:
-        """How the objective grows; raises ValueError if it does not."""
+        """Return a lower bound on the objective's growth; raise ValueError if there is none."""
 
     @property
     def start(self) -> Tensor:
-        r"""\(w^0\), zero as in Algorithm 1 unless a problem says otherwise."""
+        r"""Return \(w^0\): zero as in Algorithm 1, unless a problem overrides it."""
         return torch.zeros(self.dimension, dtype=torch.float64)
 
     @property
     def optimum(self) -> Tensor | None:
-        r"""The solution \(w^*\), where it is known."""
+        r"""Return the solution \(w^*\), or None if it is not known."""
         return None
 
     def local_objective(self, i: int, w: Tensor) -> Tensor:
-        r"""\(F_i(w)\)."""
+        r"""Return \(F_i(w)\)."""
         return self.loss(i, w) + 0.5 * self.weight_decay * (w @ w)
 
     def objective(self, w: Tensor) -> Tensor:
-        r"""\(F_\lambda(w)\)."""
+        r"""Return \(F_\lambda(w)\)."""
         total = torch.stack([self.local_objective(i, w) for i in range(len(self.sizes))])
         return self.alpha @ total + 0.5 * self.consensus_decay * (w @ w)
 
     def local_gradient(self, i: int, w: Tensor) -> Tensor:
-        r"""\(\nabla F_i(w)\)."""
+        r"""Return \(\nabla F_i(w)\)."""
         w = w.detach().requires_grad_()
         return torch.autograd.grad(self.local_objective(i, w), w)[0]
 
     def gradient(self, w: Tensor) -> Tensor:
-        r"""\(\nabla F_\lambda(w)\)."""
+        r"""Return \(\nabla F_\lambda(w)\)."""
         w = w.detach().requires_grad_()
         return torch.autograd.grad(self.objective(w), w)[0]
 
     def change(self, i: int, w: Tensor, step: Tensor) -> float:
-        r"""\(F_i(w + s) - F_i(w)\), with all its digits also where the step is tiny.
+        r"""Return \(F_i(w + s) - F_i(w)\) with all its digits, even for a tiny step.
 
         A difference that is large enough is taken as it is; a smaller one is the integral of the
         gradient along the step.
@@ -132,7 +132,7 @@ class Problem(ABC):
 
 
 class _Linear(Problem):
-    """Losses of the products a . w: what least squares and logistic regression share."""
+    """A problem whose losses depend on products a . w."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Linear(Problem):
 
 
 class LeastSquares(_Linear):
-    r"""\(f(w; (a, b)) = \frac{1}{2} (a^\top w - b)^2\).
+    r"""Least squares, \(f(w; (a, b)) = \frac{1}{2} (a^\top w - b)^2\).
 
     Args:
         batches: per batch its features (a matrix, one sample a row) and targets.
@@ -191,7 +191,7 @@ class LeastSquares(_Linear):
         hessian = a.mT @ a / len(a) + mu * torch.eye(self.dimension, dtype=torch.float64)
         values = torch.linalg.eigvalsh(hessian)
         center = torch.linalg.lstsq(hessian, (a.mT @ b / len(a)).unsqueeze(1)).solution.squeeze(1)
-        # A curvature that rounding could have made is none.
+        # A curvature within rounding counts as zero.
         curvature = float(values[0]) if values[0] > 1e-12 * values[-1] else 0.0
         self._growth = Growth(center, curvature, float(self.objective(center)))
 
@@ -234,7 +234,7 @@ class LeastSquares(_Linear):
 
 
 class LogisticRegression(_Linear):
-    r"""\(f(w; (a, y)) = \log(1 + e^{-y\, a^\top w})\) with labels \(y = \pm 1\).
+    r"""Logistic regression, \(f(w; (a, y)) = \log(1 + e^{-y\, a^\top w})\), \(y = \pm 1\).
 
     The objective needs \(\mu > 0\): without it \(\Omega\) of (3.2) is unbounded for data that a
     plane separates.
@@ -270,7 +270,7 @@ class LogisticRegression(_Linear):
 
     def change(self, i: int, w: Tensor, step: Tensor) -> float:
         z, moved = -(self._rows[i] @ w), -(self._rows[i] @ step)
-        # log(1 + e^(z + s)) - log(1 + e^z) without the subtraction, where e^s is no overflow.
+        # log(1 + e^(z + s)) - log(1 + e^z) without the subtraction, where e^s does not overflow.
         exact = torch.log1p(torch.expm1(moved.clamp(-1, 1)) * torch.sigmoid(z))
         plain = softplus(z + moved, threshold=50) - softplus(z, threshold=50)
         mean = torch.where(moved.abs() <= 1, exact, plain).mean()
@@ -291,7 +291,7 @@ class LogisticRegression(_Linear):
         return self._growth
 
     def _solve(self) -> Growth:
-        """Newton's method from zero; the objective is strongly convex, with constant mu."""
+        """Run Newton's method from zero; the objective is strongly convex, with constant mu."""
         mu = self.weight_decay + self.consensus_decay
         rows = torch.cat(self._rows)
         w = torch.zeros(self.dimension, dtype=torch.float64)
@@ -304,7 +304,7 @@ class LogisticRegression(_Linear):
             scale = 1.0
             while self.gradient(w + scale * step).norm() >= slope.norm() and scale > 1e-6:
                 scale /= 2
-            if scale <= 1e-6:  # nothing is left to gain but rounding
+            if scale <= 1e-6:  # converged to rounding
                 break
             w = w + scale * step
             slope = self.gradient(w)

@@ -1,4 +1,4 @@
-r"""What Section 3 states, as inequalities `value <= bound`, at every iterate of a run."""
+r"""The statements of Section 3 as inequalities `value <= bound`, at every iterate of a run."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +14,13 @@ from torchpisa.theory.lagrangian import lagrangian_change, lagrangian_gap, penal
 from torchpisa.theory.problems import Problem
 from torchpisa.theory.trajectory import Iterate
 
-__all__ = ["STATEMENTS", "Run", "Sample", "Statement"]
+__all__ = ["STATEMENTS", "Inequality", "Run", "Statement"]
 
 _ROUNDING = 64 * torch.finfo(torch.float64).eps
 
 
-class Sample(NamedTuple):
-    """One inequality at one iterate, value <= bound, and what its margin is measured in.
+class Inequality(NamedTuple):
+    """One inequality at one iterate, value <= bound, and the unit of its margin.
 
     By default that is the bound.
     """
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """(bound - value) / scale; inf where both are zero, -inf where a side is not a number."""
+        """Return (bound - value) / scale; inf if both are zero, -inf if a side is not a number."""
         scale = self.scale or abs(self.bound) or abs(self.value)
         if scale == 0:
             return math.inf
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    r"""A run and what it was run with.
+    r"""A run with its settings.
 
     Attributes:
         problem: the problem.
@@ -59,7 +59,7 @@ class Run:
     iterates: list[Iterate]
 
     def pairs(self) -> Iterator[tuple[Iterate, Iterate]]:
-        r"""\(\ell\) and \(\ell + 1\)."""
+        r"""Return the pairs of iterates \(\ell\) and \(\ell + 1\)."""
         return pairwise(self.iterates)
 
 
@@ -74,16 +74,16 @@ class Statement(NamedTuple):
 
     name: str
     reference: str
-    samples: Callable[[Run], Iterator[Sample]]
+    inequalities: Callable[[Run], Iterator[Inequality]]
 
 
 def _farthest(w: Tensor, rows: Tensor) -> float:
-    """The largest norm of a vector and of rows; not a number if one of them is not."""
+    """Return the largest norm of a vector and of rows; not a number if one of them is not."""
     return float(torch.cat([w.unsqueeze(0), rows]).norm(dim=1).max())
 
 
-def _updates(run: Run) -> Iterator[Sample]:
-    """The iterates obey the algorithm, to rounding."""
+def _updates(run: Run) -> Iterator[Inequality]:
+    """Yield how well the iterates obey the algorithm, to rounding."""
     for last, now in run.pairs():
         grown = last.sigma / torch.tensor(run.gamma, dtype=torch.float64)
         for value, expected, size in (
@@ -92,28 +92,28 @@ def _updates(run: Run) -> Iterator[Sample]:
             (now.sigma, grown, grown.max()),
         ):
             difference = float((value - expected).abs().max())
-            yield Sample(now.iteration, difference, _ROUNDING * float(size))
+            yield Inequality(now.iteration, difference, _ROUNDING * float(size))
 
 
-def _preconditioner(run: Run) -> Iterator[Sample]:
-    r"""0 <= Q <= eta I makes |Q v|^2 <= eta <v, Q v>; the same, with rho, along the probe."""
+def _preconditioner(run: Run) -> Iterator[Inequality]:
+    r"""Yield |Q v|^2 <= eta <v, Q v>, which follows from 0 <= Q <= eta I, with rho at the probe."""
     for now in run.iterates[1:]:
         for v, pull, rho_eta in zip(now.probe, now.probe_pull, run.constants.rho_eta, strict=True):
-            # In units of (rho eta |v|)^2: of a Q that tends to zero, both sides are but rounding.
+            # In units of (rho eta |v|)^2: both sides are mere rounding if Q tends to zero.
             scale = (rho_eta * float(v.norm())) ** 2
-            if scale == 0:  # nothing was asked of Q
+            if scale == 0:  # Q was not probed
                 continue
             bound = rho_eta * float(v @ pull) / scale
-            yield Sample(now.iteration, float(pull @ pull) / scale, bound, 1.0)
+            yield Inequality(now.iteration, float(pull @ pull) / scale, bound, 1.0)
 
 
-def _containment(run: Run) -> Iterator[Sample]:
+def _containment(run: Run) -> Iterator[Inequality]:
     for now in run.iterates:
-        yield Sample(now.iteration, _farthest(now.w, now.w + now.d), run.constants.delta)
+        yield Inequality(now.iteration, _farthest(now.w, now.w + now.d), run.constants.delta)
 
 
-def _descent(run: Run) -> Iterator[Sample]:
-    r"""With the last term of (3.7) on the other side, where it is the bound."""
+def _descent(run: Run) -> Iterator[Inequality]:
+    r"""Yield the descent, with the last term of (3.7) on the other side as the bound."""
     problem = run.problem
     for last, now in run.pairs():
         step = now.step.square().sum()
@@ -123,68 +123,71 @@ def _descent(run: Run) -> Iterator[Sample]:
         rise = lagrangian_change(problem, last, now)
         rise += penalty(problem, now) - penalty(problem, last)
         bound = slack(problem, last.iteration, run.gamma)
-        yield Sample(last.iteration, rise + float(descent), bound)
+        yield Inequality(last.iteration, rise + float(descent), bound)
 
 
-def _lower_bound(run: Run) -> Iterator[Sample]:
+def _lower_bound(run: Run) -> Iterator[Inequality]:
     constants, problem = run.constants, run.problem
     for now in run.iterates[1:]:
         gap = lagrangian_gap(problem, now)
         distance = float(problem.alpha @ now.d.square().sum(1))
-        yield Sample(now.iteration, constants.sigma / 2 * distance - gap, 1.0)
+        yield Inequality(now.iteration, constants.sigma / 2 * distance - gap, 1.0)
         below = constants.floor - float(problem.objective(now.w)) - gap
-        yield Sample(now.iteration, below, 1.0)
+        yield Inequality(now.iteration, below, 1.0)
 
 
-def _duals(run: Run) -> Iterator[Sample]:
+def _duals(run: Run) -> Iterator[Inequality]:
     for last, now in run.pairs():
         moved = (now.sigma.unsqueeze(1) * now.d).square().sum(1)
         phi = last.pull.square().sum(1) - now.pull.square().sum(1)
         for value, epsilon in zip(moved - 16 / 3 * phi, run.constants.epsilon, strict=True):
-            yield Sample(now.iteration, float(value), epsilon / 6)
+            yield Inequality(now.iteration, float(value), epsilon / 6)
 
 
-def _consensus_gap(run: Run) -> Iterator[Sample]:
+def _consensus_gap(run: Run) -> Iterator[Inequality]:
     for now in run.iterates[1:]:
         worst = float((now.sigma * now.d.norm(dim=1)).max())
-        yield Sample(now.iteration, worst, run.constants.varpi)
+        yield Inequality(now.iteration, worst, run.constants.varpi)
 
 
-def _steps(run: Run) -> Iterator[Sample]:
+def _steps(run: Run) -> Iterator[Inequality]:
     constants = run.constants
     for last, now in run.pairs():
         bound = constants.c / constants.sigma * constants.gamma**last.iteration
-        yield Sample(last.iteration, float(now.step.norm()), bound)
+        yield Inequality(last.iteration, float(now.step.norm()), bound)
 
 
-def _local_steps(run: Run) -> Iterator[Sample]:
+def _local_steps(run: Run) -> Iterator[Inequality]:
     constants = run.constants
     for last, now in run.pairs():
         value = float((now.step + now.d - last.d).norm(dim=1).max())
         bound = (constants.c + 2 * constants.varpi) / constants.sigma
-        yield Sample(last.iteration, value, bound * constants.gamma**last.iteration)
+        yield Inequality(last.iteration, value, bound * constants.gamma**last.iteration)
 
 
-def _merit_gap(run: Run) -> Iterator[Sample]:
+def _merit_gap(run: Run) -> Iterator[Inequality]:
     constants = run.constants
     limit = constants.varpi**2 / (8 * constants.sigma)
     for now in run.iterates:
         bound = limit * constants.gamma**now.iteration
-        yield Sample(now.iteration, penalty(run.problem, now), bound)
+        yield Inequality(now.iteration, penalty(run.problem, now), bound)
 
 
-def _weights_rate(run: Run) -> Iterator[Sample]:
-    r"""With the last iterate for the limit; the bound on its distance is the same sum, cut off."""
+def _weights_rate(run: Run) -> Iterator[Inequality]:
+    r"""Yield the rate of the weights, with the last iterate in place of the limit.
+
+    The bound on the distance to it is the same sum, cut off.
+    """
     constants = run.constants
     rest = torch.zeros_like(run.iterates[0].w)  # w^T - w^l, summed from the end
     for now in reversed(run.iterates):
         bound = constants.c1 * constants.gamma**now.iteration
-        yield Sample(now.iteration, _farthest(rest, now.d - rest), bound)
+        yield Inequality(now.iteration, _farthest(rest, now.d - rest), bound)
         rest = rest + now.step
 
 
-def _duals_rate(run: Run) -> Iterator[Sample]:
-    r"""Only the expectation of the duals has a limit, unless gradients are full."""
+def _duals_rate(run: Run) -> Iterator[Inequality]:
+    r"""Yield the rate of the duals; of mini-batches only their expectation has a limit."""
     if run.stochastic:
         return
     constants, problem = run.constants, run.problem
@@ -193,10 +196,10 @@ def _duals_rate(run: Run) -> Iterator[Sample]:
     for now in run.iterates[1:]:
         rounding = _ROUNDING * float(limit.norm())
         bound = constants.c1 * constants.gamma**now.iteration + rounding
-        yield Sample(now.iteration, float((now.dual + limit).norm(dim=1).max()), bound)
+        yield Inequality(now.iteration, float((now.dual + limit).norm(dim=1).max()), bound)
 
 
-def _objective_rate(run: Run) -> Iterator[Sample]:
+def _objective_rate(run: Run) -> Iterator[Inequality]:
     constants, problem = run.constants, run.problem
     last = run.iterates[-1].w
     away = torch.zeros_like(last)  # w^l - w^T
@@ -205,10 +208,10 @@ def _objective_rate(run: Run) -> Iterator[Sample]:
         decay = problem.consensus_decay * (last @ away + 0.5 * away @ away)
         value = float(problem.alpha @ torch.tensor(changes, dtype=torch.float64) + decay)
         gap = lagrangian_gap(problem, now)
-        # L~ is the largest of the three, or F is.
+        # The largest of the three is L~ or F.
         above = gap + penalty(problem, now) + tail(problem, now.iteration, run.gamma)
         bound = constants.c2 * constants.gamma**now.iteration
-        yield Sample(now.iteration, value + max(above, 0.0), bound)
+        yield Inequality(now.iteration, value + max(above, 0.0), bound)
         away = away - now.step
 
 

@@ -1,4 +1,4 @@
-r"""A run of the optimizer with everything that the lemmas speak of written down."""
+r"""A run of the optimizer that records everything the lemmas speak of."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +12,15 @@ from torchpisa.optim import PISA
 from torchpisa.preconditioners import Hessian, LocalProblem, Preconditioner
 from torchpisa.theory.problems import Problem
 
-__all__ = ["Iterate", "follow"]
+__all__ = ["Iterate", "record_run"]
 
-# Beyond it squares leave the range of float64.
+# The squares of larger numbers leave the range of float64.
 _LARGEST = 1e150
 
 
 @dataclass(frozen=True)
 class Iterate:
-    r"""Where PISA stands at \(\ell\).
+    r"""The variables of PISA at \(\ell\).
 
     Local weights are kept as \(d_i = w_i - w\) and the last movement of \(w\) as it was computed:
     differences of stored weights would lose all digits as \(\sigma_i\) grows. At \(\ell = 0\) all
@@ -51,15 +51,15 @@ class Iterate:
     probe_pull: Tensor
 
     def next_step(self, alpha: Tensor, consensus_decay: float) -> Tensor:
-        r"""\(w^{\ell+1} - w^\ell\), equation (2.9)."""
+        r"""Return \(w^{\ell+1} - w^\ell\), equation (2.9)."""
         total = alpha @ (self.dual + self.sigma.unsqueeze(1) * self.d)
         rest = total - consensus_decay * self.w
         scale = float(alpha @ self.sigma) + consensus_decay
         return pisa.consensus(torch.zeros_like(self.w), rest, scale)
 
 
-class _Solved(NamedTuple):
-    """What one batch did in one round."""
+class _LocalSolution(NamedTuple):
+    """The result of one batch in one round."""
 
     w: Tensor
     grad: Tensor
@@ -71,12 +71,12 @@ class _Solved(NamedTuple):
 
 
 class _Recorder(Preconditioner):
-    """Any preconditioner, with notes of what it is asked and what it answers."""
+    """A wrapper of a preconditioner that records its problems and solutions."""
 
     def __init__(self, inner: Preconditioner, scale: float) -> None:
         self.inner = inner
         self.scale = scale
-        self.solved: list[_Solved] = []
+        self.solved: list[_LocalSolution] = []
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
         return self.inner.init(param)
@@ -89,11 +89,11 @@ class _Recorder(Preconditioner):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         d, new_state = self.inner.solve(problem, state)
         r, sigma = problem.residual, float(problem.sigma)
-        # rho Q d = -r - sigma d leaves few digits of Q once sigma is large, so Q is also looked at
-        # where it weighs as much as sigma does.
+        # rho Q d = -r - sigma d leaves few digits of Q once sigma is large, so Q is also probed
+        # with a sigma of its size.
         probe, _ = self.inner.solve(replace(problem, sigma=self.scale), state)
         self.solved.append(
-            _Solved(
+            _LocalSolution(
                 w=problem.param.detach().clone(),
                 grad=problem.grad.clone(),
                 d=d.clone(),
@@ -106,7 +106,7 @@ class _Recorder(Preconditioner):
         return d, new_state
 
 
-def follow(
+def record_run(
     problem: Problem,
     preconditioner: Preconditioner,
     *,
@@ -119,7 +119,7 @@ def follow(
     start: Tensor,
     seed: int,
 ) -> list[Iterate]:
-    r"""Run `torchpisa.PISA` on a problem; the iterates \(\ell = 0, \ldots, T\).
+    r"""Run `torchpisa.PISA` on a problem and return the iterates \(\ell = 0, \ldots, T\).
 
     Args:
         problem: the problem.
@@ -174,35 +174,35 @@ def _backward(loss: Tensor, preconditioner: Preconditioner) -> None:
 
 
 def _first(w: Tensor, sigma0: Sequence[float]) -> Iterate:
-    none = torch.zeros(len(sigma0), len(w), dtype=torch.float64)
+    zeros = torch.zeros(len(sigma0), len(w), dtype=torch.float64)
     return Iterate(
         iteration=0,
         w=w.detach().clone(),
-        step=none[0],
-        d=none,
-        dual=none,
-        grad=none,
-        pull=none,
+        step=zeros[0],
+        d=zeros,
+        dual=zeros,
+        grad=zeros,
+        pull=zeros,
         sigma=torch.tensor(sigma0, dtype=torch.float64),
-        probe=none,
-        probe_pull=none,
+        probe=zeros,
+        probe_pull=zeros,
     )
 
 
 def _next(
-    problem: Problem, last: Iterate, solved: Sequence[_Solved], duals: Sequence[Tensor]
+    problem: Problem, last: Iterate, solved: Sequence[_LocalSolution], duals: Sequence[Tensor]
 ) -> Iterate:
     return Iterate(
         iteration=last.iteration + 1,
         w=solved[0].w,
         step=last.next_step(problem.alpha, problem.consensus_decay),
-        d=torch.stack([one.d for one in solved]),
+        d=torch.stack([solution.d for solution in solved]),
         dual=torch.stack([dual.clone() for dual in duals]),
-        grad=torch.stack([one.grad for one in solved]),
-        pull=torch.stack([one.pull for one in solved]),
-        sigma=torch.tensor([one.sigma for one in solved], dtype=torch.float64),
-        probe=torch.stack([one.probe for one in solved]),
-        probe_pull=torch.stack([one.probe_pull for one in solved]),
+        grad=torch.stack([solution.grad for solution in solved]),
+        pull=torch.stack([solution.pull for solution in solved]),
+        sigma=torch.tensor([solution.sigma for solution in solved], dtype=torch.float64),
+        probe=torch.stack([solution.probe for solution in solved]),
+        probe_pull=torch.stack([solution.probe_pull for solution in solved]),
     )
 
 

@@ -12,11 +12,11 @@ from torchpisa.checks import check_count, check_range
 from torchpisa.optim import NSISA, SISA
 from torchpisa.optim.arguments import Calibrated
 from torchpisa.optim.pisa import PISA
-from torchpisa.tuning.untouched import check_data, untouched
+from torchpisa.tuning.restoring import check_data, restored_afterwards
 
 __all__ = ["calibrate"]
 
-# Of gradients that are almost the same in all batches the noise alone would be too small a measure.
+# Least noise, relative to the gradient: the noise of almost equal batches would be too small.
 _LEAST_NOISE = 0.1
 
 
@@ -30,7 +30,7 @@ def calibrate(
     batches: int = 8,
     optimizer: type[PISA] = SISA,
 ) -> dict[str, float]:
-    r"""Return sigma and rho of SISA's rule for a model at its start.
+    r"""Return sigma and rho of SISA's rule for a model before training.
 
     With q the typical size of the noise in a gradient's entry, and b the `momentum`,
 
@@ -51,9 +51,9 @@ def calibrate(
         data: batches to train on, such as a DataLoader.
         lr: step size, comparable to Adam's.
         momentum: \(b\), in (0, 1).
-        batches: how many are looked at; two at least.
-        optimizer: what the result is for: `SISA`, or `NSISA`, whose vectors take SISA's rule. Other
-            optimizers refuse it.
+        batches: the number of batches to use, at least two.
+        optimizer: `SISA`, or `NSISA`, whose vectors take SISA's rule. Other optimizers refuse the
+            result.
 
     Returns:
         `sigma` and `rho`, as arguments of `SISA` and of a `PISA` with its preconditioner, or
@@ -79,10 +79,10 @@ def calibrate(
     check_count("batches", batches, 2)
     check_data(data)
     params = [param for param in model.parameters() if param.requires_grad]
-    sums = [torch.zeros_like(param, dtype=_wide(param)) for param in params]
+    sums = [torch.zeros_like(param, dtype=_accumulation_dtype(param)) for param in params]
     squares = [torch.zeros_like(total) for total in sums]
     count = 0
-    with untouched(model, data):
+    with restored_afterwards(model, data):
         for batch in islice(data, batches):
             with torch.enable_grad():
                 value = loss(model, batch)
@@ -108,5 +108,5 @@ def calibrate(
     }
 
 
-def _wide(param: Tensor) -> torch.dtype:
+def _accumulation_dtype(param: Tensor) -> torch.dtype:
     return torch.promote_types(param.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The paper's way to choose sigma, automated: short runs from a small one upward."""
+"""The paper's way to choose sigma, automated: short runs with a growing sigma."""
 
 import itertools
 import math
@@ -14,25 +14,30 @@ from torchpisa.checks import check_count, check_range
 from torchpisa.optim import MISA, NSISA, SISA
 from torchpisa.optim.pisa import PISA
 from torchpisa.tuning.calibration import calibrate
-from torchpisa.tuning.steadiness import Verdict, judge
-from torchpisa.tuning.untouched import check_data, random_state, set_random_state, untouched
+from torchpisa.tuning.loss_trend import LossTrend, loss_trend
+from torchpisa.tuning.restoring import (
+    check_data,
+    random_state,
+    restored_afterwards,
+    set_random_state,
+)
 
 __all__ = ["Finding", "Trial", "find_sigma"]
 
-# Looks at the loss during a run, and batches that are looked at.
-_LOOKS = 25
-_PROBES = 4
-# Where runs start and end, relative to what `calibrate` finds.
-_SMALLEST, _LARGEST = 1 / 32, 32
+# Evaluations of the loss during a run, and the batches they use.
+_EVALUATIONS = 25
+_PROBE_BATCHES = 4
+# The first sigma, relative to that of `calibrate`.
+_SMALLEST = 1 / 32
 # sigma and rho of the published GPT-2 script.
-_OF_MATRICES = {"sigma": 80.0, "rho": 100.0}
-# Runs that are worse than the best one before the search ends.
+_PUBLISHED_NSISA = {"sigma": 80.0, "rho": 100.0}
+# Runs after the best one, all of them worse, that end the search.
 _PATIENCE = 2
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A short run.
+    """A short run with one sigma.
 
     Attributes:
         sigma: with which it was made.
@@ -44,12 +49,12 @@ class Trial:
     sigma: float
     steps: list[int]
     losses: list[float]
-    verdict: Verdict
+    verdict: LossTrend
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What `find_sigma` has found.
+    """The result of `find_sigma`.
 
     Attributes:
         sigma: of the steady run that ended lowest.
@@ -62,10 +67,10 @@ class Finding:
     trials: list[Trial]
 
     def draw(self, path: str | PathLike[str]) -> None:
-        """Save a picture: the loss at the end of each run against sigma, and all curves."""
-        from torchpisa.tuning.picture import draw
+        """Save a picture of the losses at the end of the runs over sigma, and of all curves."""
+        from torchpisa.tuning.plot import draw_search
 
-        draw(self, path)
+        draw_search(self, path)
 
 
 def find_sigma(
@@ -80,7 +85,7 @@ def find_sigma(
     steps: int = 200,
     **settings: Any,
 ) -> Finding:
-    """Short runs from a small sigma upward, until the loss decreases steadily (Appendix A.2).
+    """Run with a growing sigma until the loss decreases steadily (Appendix A.2).
 
     A run that oscillates or diverges ends early. The search ends when larger sigmas have only
     become slower. Model, gradients, random numbers and order of the data are left as they were.
@@ -102,25 +107,25 @@ def find_sigma(
     """
     check_range("factor", factor, 1, low_open=True, high_open=True)
     check_count("trials", trials)
-    check_count("steps", steps, _LOOKS)
+    check_count("steps", steps, _EVALUATIONS)
     check_data(data)
     if optimizer is MISA:
         raise ValueError("optimizer must have a sigma to find, got MISA: choose its lr instead")
     # NSISA's sigma is for orthogonalised matrices, whose scale is that of no gradient.
-    guess = calibrate(model, loss, data) if optimizer is not NSISA else _OF_MATRICES
+    guess = calibrate(model, loss, data) if optimizer is not NSISA else _PUBLISHED_NSISA
     settings = {"rho": guess["rho"], **settings}
     if smallest is None:
         smallest = guess["sigma"] * _SMALLEST
     check_range("smallest", smallest, 0, low_open=True, high_open=True)
     done: list[Trial] = []
-    with untouched(model, data):
-        probes = list(itertools.islice(data, _PROBES))
+    with restored_afterwards(model, data):
+        probes = list(itertools.islice(data, _PROBE_BATCHES))
         for number in range(trials):
             sigma = smallest * factor**number
-            with untouched(model, data):
+            with restored_afterwards(model, data):
                 opt = optimizer(model.parameters(), sigma=sigma, **settings)
                 done.append(_run(model, loss, data, probes, opt, sigma, steps))
-            if _enough(done):
+            if _is_past_the_best(done):
                 break
     steady = [trial for trial in done if trial.verdict == "steady"]
     if not steady:
@@ -144,16 +149,16 @@ def _run(
     # With the same random numbers each time, so that only the weights make a difference.
     start = random_state(data)
 
-    def look() -> float:
-        now = random_state(data)
+    def evaluate() -> float:
+        current = random_state(data)
         set_random_state(data, start)
         with torch.no_grad():
             total = math.fsum(float(loss(model, batch)) for batch in probes)
-        set_random_state(data, now)
+        set_random_state(data, current)
         return total / len(probes)
 
-    looks, losses = [0], [look()]
-    every = steps // _LOOKS
+    steps_evaluated, losses = [0], [evaluate()]
+    every = steps // _EVALUATIONS
     for step, batch in zip(range(1, steps + 1), _endless(data), strict=False):
         opt.zero_grad()
         try:
@@ -161,15 +166,15 @@ def _run(
                 loss(model, batch).backward()  # type: ignore[no-untyped-call]
             opt.step()
         except FloatingPointError:
-            looks.append(step)
+            steps_evaluated.append(step)
             losses.append(math.inf)
             break
         if step % every == 0:
-            looks.append(step)
-            losses.append(look())
-            if judge(losses) == "diverges":
+            steps_evaluated.append(step)
+            losses.append(evaluate())
+            if loss_trend(losses) == "diverges":
                 break
-    return Trial(sigma, looks, losses, judge(losses))
+    return Trial(sigma, steps_evaluated, losses, loss_trend(losses))
 
 
 def _endless(data: Iterable[Any]) -> Iterator[Any]:
@@ -177,7 +182,7 @@ def _endless(data: Iterable[Any]) -> Iterator[Any]:
         yield from data
 
 
-def _enough(done: list[Trial]) -> bool:
+def _is_past_the_best(done: list[Trial]) -> bool:
     ends = [trial.losses[-1] for trial in done if trial.verdict == "steady"]
     if not ends:
         return False

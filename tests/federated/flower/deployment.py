@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from tests.federated.flower.ports import free_port, listens
-from torchpisa.federated.flower import files
+from torchpisa.federated.flower import durable_files
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "flower"
@@ -273,7 +273,7 @@ root-certificates = "{self.secrets / "ca.crt"}"
     @property
     def iteration(self) -> int:
         """How many rounds are done."""
-        saved = files.load(self.checkpoint)
+        saved = durable_files.load(self.checkpoint)
         return 0 if saved is None else saved["server"]["iteration"]
 
     def reach(self, iteration: int) -> None:

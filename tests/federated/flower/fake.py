@@ -15,8 +15,8 @@ from torch import nn
 
 from torchpisa.federated import SISA, Algorithm
 from torchpisa.federated.flower import FederatedStrategy, client_app
-from torchpisa.federated.flower.files import load
-from torchpisa.federated.flower.memory import FolderStore
+from torchpisa.federated.flower.client_memory import FolderMemoryStore
+from torchpisa.federated.flower.durable_files import load
 
 Answer = Callable[[], Message]
 Trick = Callable[[Message, Answer], Message | None]
@@ -166,7 +166,7 @@ def imbalance_of(saved: dict[str, Any], folder: Path, kind: str = "dual") -> flo
     (training,) = folder.iterdir()
     for name, client in clients.items():
         count, accepted = client["samples"], client["accepted"]
-        kept = load(FolderStore(folder, training.name, name).file)
+        kept = load(FolderMemoryStore(folder, training.name, name).file)
         if accepted == -1:
             continue
         assert accepted in (kept["asked"], kept["taken"])

@@ -43,15 +43,15 @@ from torchpisa.federated.flower import (
     InUseError,
     NobodyTrainsError,
     Screen,
+    aggregation,
     arrays,
     checkpoint,
     client_app,
-    files,
+    durable_files,
     load_arrays,
-    tally,
 )
+from torchpisa.federated.flower.client_memory import FolderMemoryStore
 from torchpisa.federated.flower.commands import main as command
-from torchpisa.federated.flower.memory import FolderStore
 from torchpisa.federated.flower.roster import _online
 
 HEAD, FLAT = "torchpisa", "float32"
@@ -177,7 +177,7 @@ def test_empty_rounds_end_in_time_and_do_not_count(tmp_path):
     with pytest.raises(TimeoutError, match=r"nothing usable came in round 3 .* Online: \['0', "):
         start(grid, server, 30, evaluate_fn=evaluate)
     assert server.server.iteration == 2
-    assert files.load(tmp_path / "server.pt")["server"]["iteration"] == 2
+    assert durable_files.load(tmp_path / "server.pt")["server"]["iteration"] == 2
 
 
 # Two runs on one checkpoint
@@ -214,8 +214,8 @@ def test_a_writer_that_the_lock_has_not_kept_out(tmp_path):
 
     with pytest.raises(InUseError, match=r"was generation 2 .* is generation 4 now"):
         start(grid, server, 4, evaluate_fn=evaluate)
-    assert files.load(tmp_path / "server.pt") is not None
-    assert files.generation(tmp_path / "server.pt") == 4
+    assert durable_files.load(tmp_path / "server.pt") is not None
+    assert durable_files.generation(tmp_path / "server.pt") == 4
 
 
 # Lies within an update
@@ -542,8 +542,10 @@ def test_junk_is_not_read_and_who_repeats_it_is_put_aside(junk, monkeypatch, cap
     grid, server = federation(None), strategy()
     grid.tricks[1] = lying(junk)
     opened = itertools.count()
-    fields = tally.fields
-    monkeypatch.setattr(tally, "fields", lambda *args: (next(opened), fields(*args))[1])
+    read_fields = aggregation.read_fields
+    monkeypatch.setattr(
+        aggregation, "read_fields", lambda *args: (next(opened), read_fields(*args))[1]
+    )
     start(grid, server, 5)
     assert [list(entry.rejected) for entry in server.rounds] == [["1"]] * 2 + [[]] * 3
     assert next(opened) == 15  # those of the other three
@@ -645,40 +647,40 @@ def test_nobody_else_may_read_the_files(tmp_path):
 @pytest.mark.parametrize("name", ["..", ".", "", "../../x", "a/b", "%2E%2E", "\\..\\x"])
 def test_names_stay_inside_the_folder(name, tmp_path):
     folder = tmp_path / "in" / "side"
-    file = FolderStore(folder, name, name).file
+    file = FolderMemoryStore(folder, name, name).file
     assert file.resolve().is_relative_to(folder.resolve())
     assert file.parent.parent == folder
-    others = {FolderStore(folder, other, "x").file for other in ("..", "%2E%2E", ".", "a")}
+    others = {FolderMemoryStore(folder, other, "x").file for other in ("..", "%2E%2E", ".", "a")}
     assert len(others) == 4
 
 
 def test_every_flipped_byte_is_noticed(tmp_path):
     file = tmp_path / "server.pt"
-    files.save(file, {"server": {"w": torch.randn(20)}, "clients": {"a": 1}}, 3)
+    durable_files.save(file, {"server": {"w": torch.randn(20)}, "clients": {"a": 1}}, 3)
     content = file.read_bytes()
     for position in range(len(content)):
         flipped = bytearray(content)
         flipped[position] ^= 1 << position % 8
         file.write_bytes(flipped)
         with pytest.raises(DamagedFileError, match=str(file)):
-            files.load(file)
+            durable_files.load(file)
     for size in (0, 10, len(content) - 1):
         file.write_bytes(content[:size])
         with pytest.raises(DamagedFileError, match=str(file)):
-            files.load(file)
+            durable_files.load(file)
     file.write_bytes(content)
-    assert files.load(file)["clients"] == {"a": 1}
+    assert durable_files.load(file)["clients"] == {"a": 1}
 
 
 def test_last_two_generations_are_kept(tmp_path):
     file = tmp_path / "server.pt"
     grid = federation(tmp_path / "clients")
     start(grid, strategy(file), 3)
-    assert files.load(files.previous(file))["server"]["iteration"] == 2
+    assert durable_files.load(durable_files.previous(file))["server"]["iteration"] == 2
     file.write_bytes(b"junk")
     with pytest.raises(DamagedFileError, match=r"server\.pt is damaged.*server\.pt\.previous"):
         start(grid, strategy(file), 4)
-    files.previous(file).replace(file)
+    durable_files.previous(file).replace(file)
     # The clients have not heard of round 3 being counted, and go back with the server.
     server = start(grid, strategy(file), 6)
     assert all(entry.absent == [] for entry in server.rounds)

@@ -15,7 +15,7 @@ import torch
 from tests.federated.flower.deployment import EXAMPLE, Deployment, example_module
 from tests.federated.flower.fake import imbalance_of
 from torchpisa.federated import SISA, FullGradient, Simulation, accuracy
-from torchpisa.federated.flower import checkpoint, files
+from torchpisa.federated.flower import checkpoint, durable_files
 
 CLIENTS = 3
 
@@ -82,7 +82,7 @@ def test_equals_simulation_and_strangers_stay_outside(task, tmp_path, nursery):
     assert listed.count("online") == CLIENTS, listed
     assert len(re.findall(r"│ \d{10,} ", runs)) == 1, runs
     assert listening == {"127.0.0.1"}
-    saved = files.load(tmp_path / "server.pt")
+    saved = durable_files.load(tmp_path / "server.pt")
     assert sorted(saved["clients"]) == [str(number) for number in range(CLIENTS)]
     assert_close(saved, alone(task, rounds))
 
@@ -155,7 +155,7 @@ def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
                 deployment.kill(f"node-{victim}")
                 deployment.node(victim, ready=False)
         deployment.reach(rounds)
-    saved = files.load(tmp_path / "server.pt")
+    saved = durable_files.load(tmp_path / "server.pt")
     assert len(saved["clients"]) == CLIENTS
     assert imbalance_of(saved, tmp_path / "memory") < 1e-5
     # All images of the clients' labels: those for the test alone are few.
@@ -192,7 +192,7 @@ def test_lies_do_not_reach_the_model(task, tmp_path, nursery):
         *(task, rounds),
         participation=lambda iteration: honest if iteration in lies else range(CLIENTS),
     )
-    assert_close(files.load(tmp_path / "server.pt"), expected)
+    assert_close(durable_files.load(tmp_path / "server.pt"), expected)
 
 
 def test_junk_is_not_read_and_its_sender_is_put_aside(task, tmp_path, nursery):
@@ -210,7 +210,7 @@ def test_junk_is_not_read_and_its_sender_is_put_aside(task, tmp_path, nursery):
     assert "client '1' is put aside for the rest of this run" in said
     honest = [number for number in range(CLIENTS) if number != 1]
     expected = alone(task, rounds, participation=lambda iteration: honest)
-    assert_close(files.load(tmp_path / "server.pt"), expected)
+    assert_close(durable_files.load(tmp_path / "server.pt"), expected)
 
 
 def test_second_run_and_a_stolen_name(tmp_path, nursery):
@@ -240,7 +240,7 @@ def test_second_run_and_a_stolen_name(tmp_path, nursery):
         deployment.reach(done + 6)
         stolen = deployment.log(f"node-{CLIENTS}")
     assert "Receiving: train" not in stolen
-    saved = files.load(tmp_path / "server.pt")
+    saved = durable_files.load(tmp_path / "server.pt")
     assert saved["server"]["iteration"] == done + 6
     assert len({client["key"] for client in saved["clients"].values()}) == CLIENTS
     assert imbalance_of(saved, tmp_path / "memory") < 1e-5

@@ -20,7 +20,7 @@ from tests.federated.flower.deployment import (
 )
 from tests.federated.flower.ports import free_port, listens
 from torchpisa.federated import SISA, FullGradient, Simulation
-from torchpisa.federated.flower import files
+from torchpisa.federated.flower import durable_files
 
 pytestmark = pytest.mark.xdist_group("flower")
 
@@ -58,7 +58,7 @@ def test_simulation_engine_equals_ours(tmp_path):
         SISA(sigma=0.3, rho=10.0, local=FullGradient(30)),
     )
     alone.run(rounds, progress=False)
-    saved = files.load(tmp_path / "server.pt")
+    saved = durable_files.load(tmp_path / "server.pt")
     for name, expected in alone.server.weights.items():
         gap = (saved["server"]["weights"][name] - expected).norm() / expected.norm()
         assert gap <= 1e-5
@@ -103,7 +103,9 @@ def _submit(command, environment):
 def _wait(checkpoint, rounds, log):
     """Until so many rounds are done, as long as something is logged or done."""
     moved, seen = time.monotonic(), None
-    while (saved := files.load(checkpoint)) is None or saved["server"]["iteration"] < rounds:
+    while (saved := durable_files.load(checkpoint)) is None or saved["server"][
+        "iteration"
+    ] < rounds:
         state = saved and saved["server"]["iteration"], log.stat().st_size
         if state != seen:
             seen, moved = state, time.monotonic()

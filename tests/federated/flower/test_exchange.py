@@ -16,9 +16,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 from tests.federated.flower.fake import SETTING, FakeGrid, app, federation, model, strategy
 from torchpisa.federated.flower import arrays
+from torchpisa.federated.flower.aggregation import RoundAggregation
 from torchpisa.federated.flower.exchange import exchange
 from torchpisa.federated.flower.screen import Screen
-from torchpisa.federated.flower.tally import Tally
 
 
 class Mailbox:
@@ -91,12 +91,12 @@ def test_updates_are_not_held_once_there_is_a_comparison():
     ids = grid.push_messages(messages)
     samples = {name: client.samples for name, client in server.clients.items()}
     for screen, held in ((Screen(), 4), (server._screen, 0)):
-        tally = Tally(SETTING, server._opened, screen, samples)
+        aggregation = RoundAggregation(SETTING, server._opened, screen, samples)
         for name, message_id in zip("0123", ids, strict=True):
-            tally.take(name, *_again(grid, message_id))
-        assert len(tally._held) == held
-        assert tally.close()[1] == pytest.approx(1.0)
-        assert sorted(tally.present) == ["0", "1", "2", "3"]
+            aggregation.receive(name, *_again(grid, message_id))
+        assert len(aggregation._held_back) == held
+        assert aggregation.close()[1] == pytest.approx(1.0)
+        assert sorted(aggregation.present) == ["0", "1", "2", "3"]
 
 
 def _again(grid, message_id):

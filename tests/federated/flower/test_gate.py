@@ -157,7 +157,7 @@ def test_link_that_is_down(node, link, door):
 
 
 def test_memory_of_keys_is_limited(door, link, monkeypatch):
-    monkeypatch.setattr(gate, "_NODES", 3)
+    monkeypatch.setattr(gate, "_MAX_NODES", 3)
     for _ in range(6):
         Node(door).call("pull-messages")
     assert len(door._nodes) == 3

@@ -17,8 +17,8 @@ from tests.federated.flower.fake import (
     strategy,
 )
 from torchpisa.federated import Scaffold
-from torchpisa.federated.flower import NobodyTrainsError, arrays, checkpoint, files
-from torchpisa.federated.flower.memory import Memory, MemoryMismatchError
+from torchpisa.federated.flower import NobodyTrainsError, arrays, checkpoint, durable_files
+from torchpisa.federated.flower.client_memory import ClientMemory, MemoryMismatchError
 
 ROUNDS = 8
 
@@ -304,7 +304,7 @@ def test_resumed_run_goes_on_with_those_who_are_there(tmp_path):
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     file = tmp_path / "some.pt"
-    files.save(file, {"value": 1})
+    durable_files.save(file, {"value": 1})
 
     def crash(value, stream):
         stream.write(b"half of it")
@@ -312,27 +312,27 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", crash)
     with pytest.raises(OSError, match="no space"):
-        files.save(file, {"value": 2})
-    assert files.load(file) == {"value": 1}
+        durable_files.save(file, {"value": 2})
+    assert durable_files.load(file) == {"value": 1}
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_memory_settles():
-    memory = Memory()
-    assert memory.settle(-1, 0) is None
+    memory = ClientMemory()
+    assert memory.resolve(-1, 0) is None
     first, second = {"dual": {}}, {"dual": {"w": torch.ones(1)}}
-    memory.wait(first, 0)
-    assert memory.settle(-1, 0) is None  # not taken: dropped
-    memory.wait(first, 1)
-    assert memory.settle(1, 2) is first  # taken
-    memory.wait(second, 4)
-    assert memory.settle(1, 5) is first
-    memory.wait(second, 5)
+    memory.set_pending(first, 0)
+    assert memory.resolve(-1, 0) is None  # not taken: dropped
+    memory.set_pending(first, 1)
+    assert memory.resolve(1, 2) is first  # taken
+    memory.set_pending(second, 4)
+    assert memory.resolve(1, 5) is first
+    memory.set_pending(second, 5)
     with pytest.raises(MemoryMismatchError, match=r"took update 3 .* update 1 \(pending: 5"):
-        memory.settle(3, 6)
+        memory.resolve(3, 6)
     with pytest.raises(MemoryMismatchError, match="update 4 is asked for after update 5"):
-        memory.settle(1, 4)
-    assert memory.settle(5, 6) is second  # the refusals have changed nothing
+        memory.resolve(1, 4)
+    assert memory.resolve(5, 6) is second  # the refusals have changed nothing
 
 
 def test_messages_in_the_wrong_order(tmp_path):
@@ -363,6 +363,6 @@ def test_messages_in_the_wrong_order(tmp_path):
 def test_settled_memory_waits_for_nothing(accepted: int) -> None:
     """Whether its last update was taken or dropped."""
     old, new = {"dual": {"w": torch.zeros(1)}}, {"dual": {"w": torch.ones(1)}}
-    memory = Memory(old, 3, new, 5)
-    assert memory.settle(accepted, 6) is (new if accepted == 5 else old)
+    memory = ClientMemory(old, 3, new, 5)
+    assert memory.resolve(accepted, 6) is (new if accepted == 5 else old)
     assert (memory.pending, memory.asked, memory.taken) == (None, -1, accepted)

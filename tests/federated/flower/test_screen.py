@@ -15,8 +15,14 @@ from tests.federated.flower.fake import SETTING, federation, model, strategy
 from torchpisa.federated import FedAvg, FedNova, Scaffold
 from torchpisa.federated.algorithms import Message
 from torchpisa.federated.flower import Screen, arrays
-from torchpisa.federated.flower.screen import sizes, template
-from torchpisa.federated.flower.wire import PayloadError, entry, fields, numbers, records
+from torchpisa.federated.flower.records import (
+    PayloadError,
+    read_entry,
+    read_fields,
+    read_numbers,
+    to_records,
+)
+from torchpisa.federated.flower.screen import norms, update_template
 
 HEAD, LAYOUT, FLAT = "torchpisa", "layout.delta", "float32"
 
@@ -183,7 +189,14 @@ def test_forged_update_is_as_good_as_none(kind, reference, tmp_path, caplog):
         assert torch.equal(
             server.server.memory["dual"][name], reference.server.memory["dual"][name]
         )
-    assert [list(entry.rejected) for entry in server.rounds] == [[], [], [], ["1"], [], []]
+    assert [list(entry.rejected) for entry in server.rounds] == [
+        [],
+        [],
+        [],
+        ["1"],
+        [],
+        [],
+    ]
     (line,) = [r.getMessage() for r in caplog.records if "is rejected" in r.getMessage()]
     assert "client '1'" in line
     assert re.search(reason, line), line
@@ -246,7 +259,7 @@ def test_screen_follows_a_jump_that_all_share():
 
 def test_screen_with_few_clients():
     screen = Screen()
-    assert not screen.knows
+    assert not screen.has_history
     pair = [{"delta": 1.0}, {"delta": 1e9}]
     assert screen.complaint(pair[0], pair) is None
     assert screen.complaint(pair[1], pair) is not None
@@ -257,16 +270,16 @@ def test_screen_with_few_clients():
 
 
 def test_sizes_do_not_overflow():
-    update = template(SETTING, SETTING.start({"w": torch.zeros(4)}))
+    update = update_template(SETTING, SETTING.start({"w": torch.zeros(4)}))
     assert list(update.tensors) == ["delta"]
     big = {"delta": {"w": torch.full((4,), 1e30)}}
-    assert sizes(big)["delta"] == pytest.approx(2e30)
+    assert norms(big)["delta"] == pytest.approx(2e30)
 
 
 @pytest.mark.parametrize("algorithm", [SETTING, FedAvg(lr=1.0), FedNova(lr=1.0), Scaffold(lr=1.0)])
 def test_template(algorithm):
     server = algorithm.start({"w": torch.zeros(2, 3), "b": torch.zeros((), dtype=torch.float64)})
-    update = template(algorithm, server)
+    update = update_template(algorithm, server)
     expected = {"Scaffold": ["moved", "control"], "SISA": ["delta"]}
     assert list(update.tensors) == expected.get(type(algorithm).__name__, ["moved"])
     for tensors in update.tensors.values():
@@ -283,18 +296,18 @@ def test_wire_round_trip():
         "half": torch.ones(2, dtype=torch.float16),
     }
     sent = Message({"a": tensors, "b": tensors}, {"x": 0.5})
-    content = records(sent, {"name": "me"})
-    back = fields(content, sent.tensors)
+    content = to_records(sent, {"name": "me"})
+    back = read_fields(content, sent.tensors)
     assert all(torch.equal(back["b"][name], tensor) for name, tensor in tensors.items())
-    assert numbers(content) == {"x": 0.5}
-    assert entry(content, "name", str) == "me"
+    assert read_numbers(content) == {"x": 0.5}
+    assert read_entry(content, "name", str) == "me"
     shuffled = dict(reversed(tensors.items()))
-    back = fields(content, {"a": shuffled, "b": tensors})
+    back = read_fields(content, {"a": shuffled, "b": tensors})
     assert all(torch.equal(back["a"][name], tensor) for name, tensor in tensors.items())
     with pytest.raises(TypeError, match=r"'w' must be one of float16, .* got bfloat16"):
-        records(Message({"a": {"w": torch.ones(1, dtype=torch.bfloat16)}}, {}), {})
+        to_records(Message({"a": {"w": torch.ones(1, dtype=torch.bfloat16)}}, {}), {})
     with pytest.raises(PayloadError, match="are missing"):
-        fields(content, {"a": tensors, "b": {"w": torch.ones(1)}})
+        read_fields(content, {"a": tensors, "b": {"w": torch.ones(1)}})
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from recipes.gan import features
 from recipes.gan.config import PRESETS, Settings, Task, plan
 from recipes.gan.models import NOISE, build
 from recipes.gan.results import TABLE
-from recipes.gan.run import CLIP, PENALTY, Training, save_grid
-from recipes.training import drive
+from recipes.gan.run import CLIP, PENALTY, GanTraining, save_grid
+from recipes.training import run_training
 
 pytest.importorskip("torchmetrics")
 
@@ -58,16 +58,16 @@ def test_networks(pixels: int, squash: bool, generated: int, judged: int) -> Non
 
 
 def test_wgan_clips_its_critic() -> None:
-    training = Training(tiny("wgan", "adam"), CPU, None)
+    training = GanTraining(tiny("wgan", "adam"), CPU, None)
     training.round(0, training.real[:32], torch.randn(32, NOISE, 1, 1))
     assert max(p.abs().max().item() for p in training.critic.parameters()) <= CLIP
-    other = Training(tiny("wgan_gp", "adam"), CPU, None)
+    other = GanTraining(tiny("wgan_gp", "adam"), CPU, None)
     other.round(0, other.real[:32], torch.randn(32, NOISE, 1, 1))
     assert max(p.abs().max().item() for p in other.critic.parameters()) > CLIP
 
 
 def test_penalty_is_of_the_slope() -> None:
-    training = Training(tiny("wgan_gp", "adam"), CPU, None)
+    training = GanTraining(tiny("wgan_gp", "adam"), CPU, None)
 
     class Linear(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,14 +77,14 @@ def test_penalty_is_of_the_slope() -> None:
     noise = torch.randn(32, NOISE, 1, 1)
     real = training.real[:32]
     loss = training.critic_loss(real, noise)
-    fake = training.make(noise)
-    plain = training.judge(fake).mean() - training.judge(real.float() / 127.5 - 1).mean()
+    fake = training.generate(noise)
+    plain = training.criticise(fake).mean() - training.criticise(real.float() / 127.5 - 1).mean()
     torch.testing.assert_close(loss, plain.detach() + PENALTY * 4, atol=1e-4, rtol=1e-4)
 
 
 def test_parts_of_a_batch_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(tiny("wgan", "sisa"), CPU, None)
-    training.epoch()
+    training = GanTraining(tiny("wgan", "sisa"), CPU, None)
+    training.advance()
     assert training.settings.choice.batches == 4
     assert training.critic_optimizer.iteration == training.rounds
     assert training.generator_optimizer.iteration == training.rounds
@@ -94,8 +94,8 @@ def test_parts_of_a_batch_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_distance_of_shifted_images_is_the_shift() -> None:
-    features.measure.cache_clear()
-    metric = features.measure("pixels", "cpu")
+    features.make_metric.cache_clear()
+    metric = features.make_metric("pixels", "cpu")
     real = torch.randint(0, 200, (600, 3, 16, 16), dtype=torch.uint8)
     assert features.distance(metric, real, real) == pytest.approx(0, abs=1e-3)
     assert features.distance(metric, real, real + 51) == pytest.approx(192 * 0.2**2, rel=1e-2)
@@ -103,9 +103,9 @@ def test_distance_of_shifted_images_is_the_shift() -> None:
 
 def test_features_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"features must be .*, got 'vgg'"):
-        features.measure("vgg", "cpu")
+        features.make_metric("vgg", "cpu")
     with pytest.raises(FileNotFoundError, match=r"Give --inception FILE, .*; got nowhere"):
-        features.measure("inception", "cpu", "nowhere")
+        features.make_metric("inception", "cpu", "nowhere")
 
 
 def test_efficientnet_sees_a_grille() -> None:
@@ -145,12 +145,11 @@ def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(("kind", "name"), [("wgan", "sisa"), ("wgan_gp", "misa")])
 def test_a_stopped_run_ends_like_one_that_was_not(kind: str, name: str, tmp_path: Path) -> None:
     settings = tiny(kind, name)
-    whole = Training(settings, CPU, None)
-    lines = list(drive(whole, settings, None))
-    file = tmp_path / "run.pt"
-    next(drive(Training(settings, CPU, None), settings, file, save_every=1))
-    resumed = Training(settings, CPU, None)
-    assert untimed(list(drive(resumed, settings, file))) == untimed(lines)
+    whole = GanTraining(settings, CPU, None)
+    lines = list(run_training(whole, None))
+    next(run_training(GanTraining(settings, CPU, None), tmp_path, save_every=1))
+    resumed = GanTraining(settings, CPU, None)
+    assert untimed(list(run_training(resumed, tmp_path))) == untimed(lines)
     for a, b in zip(whole.generator.parameters(), resumed.generator.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -167,7 +166,7 @@ def test_grid_has_its_pictures_in_rows(tmp_path: Path) -> None:
 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     words = ["gan", "--preset", "short", "--runs-only", "--data", str(tmp_path)]
-    if features.lacks("efficientnet_lite0") is None:
+    if features.missing_requirement("efficientnet_lite0") is None:
         with pytest.raises(SystemExit, match=r"cifar10: there is no .* in .*"):
             command.main(words)
         (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"half")

@@ -56,7 +56,7 @@ def test_seeds_start_where_told() -> None:
 def test_more_seeds_leave_finished_runs_as_they_are() -> None:
     fewer, more = (dataclasses.replace(PRESETS["paper"], seeds=n) for n in (1, 5))
     assert plan(fewer).items() <= plan(more).items()
-    assert RECIPE.depends(fewer) == RECIPE.depends(more)
+    assert RECIPE.run_key(fewer) == RECIPE.run_key(more)
 
 
 @pytest.mark.parametrize("dataset", CHOICES)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from recipes.language.config import PRESETS, Settings, Trial, plan
-from recipes.language.optimizers import choose, lacks
-from recipes.language.run import Training, run
+from recipes.language.optimizers import choose, missing_requirement
+from recipes.language.run import LanguageTraining, run
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ CONFIG = dataclasses.replace(
 
 def settings(name: str, batches: int) -> Settings:
     choice = choose(name)
-    reason = lacks(choice)
+    reason = missing_requirement(choice)
     if reason is not None:
         pytest.skip(reason)
     (only,) = plan(dataclasses.replace(CONFIG, trials=(Trial(choice, name, batches),))).values()
@@ -37,7 +37,7 @@ def test_run_is_like_that_on_a_cpu(name: str, batches: int) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sisa", "nsisa"])
 def test_steps_do_not_wait_for_the_device(name: str) -> None:
-    training = Training(settings(name, 4), torch.device("cuda"), None)
+    training = LanguageTraining(settings(name, 4), torch.device("cuda"), None)
     for _ in range(3):  # kernels are compiled, state is built
         training.round()
     torch.cuda.set_sync_debug_mode("error")

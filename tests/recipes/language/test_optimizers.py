@@ -13,7 +13,7 @@ from recipes.language.optimizers import (
     Team,
     choose,
     factor,
-    lacks,
+    missing_requirement,
     state_bytes,
 )
 from recipes.language.optimizers import build as build_team
@@ -26,7 +26,7 @@ def model() -> nn.Module:
 
 
 def available(choice: Choice) -> Choice:
-    reason = lacks(choice)
+    reason = missing_requirement(choice)
     if reason is not None:
         pytest.skip(reason)
     return choice
@@ -95,7 +95,7 @@ def test_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     monkeypatch.delattr(torchpisa, "MISA", raising=False)
-    assert [name for name in NAMES if lacks(choose(name))] == ["muon", "soap", "misa"]
+    assert [name for name in NAMES if missing_requirement(choose(name))] == ["muon", "soap", "misa"]
     with pytest.raises(ImportError, match="pip install pytorch_optimizer"):
         build_team(choose("soap"), model())
 
@@ -191,7 +191,7 @@ def test_state_bytes() -> None:
         (choose("nsisa"), 8 * (matrices + rest)),
         (choose("misa", row_beta=None), 4 * matrices + 8 * rest),
     ]:
-        if lacks(choice) is None:
+        if missing_requirement(choice) is None:
             team = build_team(choice, net)
             loss_of(net).backward()
             team.step()

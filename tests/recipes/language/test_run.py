@@ -15,8 +15,8 @@ from recipes import __main__ as command
 from recipes.language import RECIPE, tune
 from recipes.language.config import PRESETS, Config, Settings, Trial, plan
 from recipes.language.model import SIZES
-from recipes.language.optimizers import NAMES, Choice, choose, lacks
-from recipes.language.run import Training, micro_batch, run
+from recipes.language.optimizers import NAMES, Choice, choose, missing_requirement
+from recipes.language.run import LanguageTraining, micro_batch, run
 
 CONFIG = dataclasses.replace(
     PRESETS["quick"], steps=12, sequences=8, micro=4, validation=8, trials=()
@@ -71,7 +71,7 @@ def test_micro_batches_change_rounding_only() -> None:
 
 
 def test_a_round_is_a_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(settings(choose("nsisa"), 4), torch.device("cpu"), None)
+    training = LanguageTraining(settings(choose("nsisa"), 4), torch.device("cpu"), None)
     (own,) = training.team.consensus
     drawn: list[tuple[int, int]] = []
     draw = training.data.draw
@@ -89,7 +89,7 @@ def test_a_round_is_a_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "batches"), [("sisa", 1), *((name, 4) for name in NAMES)])
 def test_resumed_run_is_bit_equal(tmp_path: Path, name: str, batches: int) -> None:
     own = settings(choose(name), batches, steps=8)
-    reason = lacks(own.choice)
+    reason = missing_requirement(own.choice)
     if reason is not None:
         pytest.skip(reason)
     whole = untimed(logged(own))
@@ -152,7 +152,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Config:
     monkeypatch.setitem(command.RECIPES, "language", recipe)
     monkeypatch.setattr("recipes.language.tune.PRESETS", {"quick": config})
     # By the module itself: the package has a function of the same name.
-    monkeypatch.setattr(sys.modules["recipes.language.check"], "LEARNS", 2.0)
+    monkeypatch.setattr(sys.modules["recipes.language.check"], "QUICK_SHARE", 2.0)
     monkeypatch.chdir(tmp_path)
     return config
 
@@ -164,7 +164,7 @@ def test_command_leaves_out_what_cannot_be_run(
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     reasons = {"misa": "no such thing", "soap": "sold out"}
     recipe = dataclasses.replace(
-        command.RECIPES["language"], lacks=lambda own: reasons.get(own.choice.name)
+        command.RECIPES["language"], missing_requirement=lambda own: reasons.get(own.choice.name)
     )
     monkeypatch.setitem(command.RECIPES, "language", recipe)
     command.main(["language", "--device", "cpu", "--checkpoints", "saved"])

@@ -14,7 +14,7 @@ from PIL import Image
 
 from recipes.rl import film
 from recipes.rl.config import PRESETS, settings
-from recipes.rl.run import Training
+from recipes.rl.run import AgentTraining
 
 pytestmark = pytest.mark.xdist_group("rl")  # see test_run.py
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("rl")  # see test_run.py
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = settings(PRESETS["quick"], "double_pendulum", "adam", 0)
-    training = Training(dataclasses.replace(own, environments=2))
+    training = AgentTraining(dataclasses.replace(own, environments=2))
     training.line()
     file = tmp_path_factory.mktemp("agents") / "agent.pt"
     training.save(file)
@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_strip_and_animation(checkpoint: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MUJOCO_GL", "egl")
     try:
-        film.stage("InvertedDoublePendulum-v5", 32)
+        film.make_filmable("InvertedDoublePendulum-v5", 32)
     except RuntimeError as error:
         pytest.skip(str(error))
     words = [str(checkpoint), "--size", "48", "--every", "1"]
@@ -54,7 +54,7 @@ def test_without_a_renderer_it_says_so(monkeypatch) -> None:
 
     monkeypatch.setattr("gymnasium.envs.mujoco.MujocoEnv.render", render)
     with pytest.raises(RuntimeError, match=r"found no renderer .*no OpenGL.* set MUJOCO_GL"):
-        film.stage("InvertedDoublePendulum-v5", 32)
+        film.make_filmable("InvertedDoublePendulum-v5", 32)
 
 
 def test_wrong_arguments(tmp_path: Path, capsys) -> None:

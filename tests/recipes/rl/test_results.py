@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from recipes import __main__ as command
+from recipes.paper_table import PAPER_TABLE
 from recipes.recipe import Results
 from recipes.rl import RECIPE
 from recipes.rl.config import ALGORITHMS, PRESETS, Settings, plan, settings
 from recipes.rl.results import condense
-from recipes.rl.run import lacks
-from recipes.rows import ROWS
+from recipes.rl.run import missing_requirement
 
 CONFIG = PRESETS["paper"]
 REWARDS = {"sisa": 2000.0, "misa": 500.0, "adam": 1000.0, "sisa_lr": 1000.0}
@@ -66,7 +66,7 @@ def test_plan_of_the_paper() -> None:
 
 @pytest.mark.parametrize("task", ["ant", "humanoid", "half_cheetah", "double_pendulum"])
 def test_sisa_has_the_row_of_the_paper(task: str) -> None:
-    own, row = settings(CONFIG, task, "sisa", 0), ROWS[f"rl/{task}"]
+    own, row = settings(CONFIG, task, "sisa", 0), PAPER_TABLE[f"rl/{task}"]
     assert own.choice.options == {"sigma": row.sigma, "rho": row.rho, "beta": 0.999}
     assert (own.choice.batches, own.minibatch, own.horizon) == (4, row.samples, row.epochs)
     # The paper's n is rounded down and counts one pass over the samples.
@@ -172,7 +172,7 @@ def test_without_the_extra_runs_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "tianshou", None)
-    assert lacks() == "tianshou not installed: pip install 'torchpisa[rl]'"
+    assert missing_requirement() == "tianshou not installed: pip install 'torchpisa[rl]'"
     command.main(["rl", "--out", str(tmp_path), "--runs-only", "--optimizer", "adam"])
     said = capsys.readouterr().out
     assert "left out, tianshou not installed: pip install 'torchpisa[rl]'" in said

@@ -20,7 +20,7 @@ pytest.importorskip("mujoco", reason="needs MuJoCo: pip install torchpisa[rl]")
 from recipes import __main__ as command
 from recipes.rl.agent import Agent
 from recipes.rl.config import EXTRA, OPTIMIZERS, PRESETS, Settings, settings
-from recipes.rl.run import Training, run
+from recipes.rl.run import AgentTraining, run
 
 CONFIG = PRESETS["paper"]
 pytestmark = pytest.mark.xdist_group("rl")  # one process compiles Tianshou's loops for all
@@ -150,7 +150,7 @@ def test_run_resumes_within_an_epoch(
     with pytest.raises(KeyboardInterrupt):
         logged(own, tmp_path)
     monkeypatch.setattr(Agent, "update", update)
-    training = Training(own)
+    training = AgentTraining(own)
     training.resume(tmp_path / f"{own.name}.pt")
     assert (training.collects, len(training.lines)) == (5, 2)
     assert logged(own, tmp_path) == whole
@@ -159,7 +159,7 @@ def test_run_resumes_within_an_epoch(
 def test_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
     own = small("double_pendulum", "adam")
     logged(own, tmp_path)
-    other = Training(dataclasses.replace(own, repeat=1))
+    other = AgentTraining(dataclasses.replace(own, repeat=1))
     other.resume(tmp_path / f"{own.name}.pt")
     assert (other.collects, other.lines) == (0, [])
 

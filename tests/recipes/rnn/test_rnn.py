@@ -23,8 +23,8 @@ from recipes.rnn import RECIPE, corpus
 from recipes.rnn.config import MILESTONES, PRESETS, Settings, Task, milestones, plan
 from recipes.rnn.model import LanguageModel, Sizes
 from recipes.rnn.results import TABLE
-from recipes.rnn.run import Training, run, windows
-from recipes.training import drive
+from recipes.rnn.run import RnnTraining, run, windows
+from recipes.training import run_training
 
 TINY = dataclasses.replace(PRESETS["quick"], limit=3000, sizes=Sizes(12, 16))
 CPU = torch.device("cpu")
@@ -165,12 +165,11 @@ def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("name", ["sisa", "misa", "adam"])
 def test_a_stopped_run_ends_like_one_that_was_not(name: str, tmp_path: Path) -> None:
     settings = tiny(name, layers=2)
-    whole = Training(settings, CPU, None)
-    lines = list(drive(whole, settings, None))
-    file = tmp_path / "run.pt"
-    next(drive(Training(settings, CPU, None), settings, file, save_every=1))
-    resumed = Training(settings, CPU, None)
-    assert untimed(list(drive(resumed, settings, file))) == untimed(lines)
+    whole = RnnTraining(settings, CPU, None)
+    lines = list(run_training(whole, None))
+    next(run_training(RnnTraining(settings, CPU, None), tmp_path, save_every=1))
+    resumed = RnnTraining(settings, CPU, None)
+    assert untimed(list(run_training(resumed, tmp_path))) == untimed(lines)
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -206,11 +205,11 @@ def test_a_killed_command_ends_like_one_that_was_not(tmp_path: Path) -> None:
 
 
 def test_sisa_takes_a_window_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(tiny("sisa"), CPU, None)
+    training = RnnTraining(tiny("sisa"), CPU, None)
     seen: list[slice] = []
     step = training.step
     monkeypatch.setattr(training, "step", lambda part: seen.append(part) or step(part))
-    training.epoch()
+    training.advance()
     assert len(seen) == 4 * training.optimizer.iteration
     assert seen[0].start == 0
     assert seen[3].stop == seen[4].start

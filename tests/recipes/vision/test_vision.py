@@ -11,14 +11,14 @@ from PIL import Image
 
 from recipes import __main__ as command
 from recipes import datasets
-from recipes.optimizers import lacks
-from recipes.training import drive
+from recipes.optimizers import missing_requirement
+from recipes.training import run_training
 from recipes.vision import RECIPE, imagenet
 from recipes.vision.config import PRESETS, Config, Settings, Task, plan
 from recipes.vision.data import PADDING, augment, load
 from recipes.vision.models import MODELS, build
 from recipes.vision.paper import TABLE
-from recipes.vision.run import Training
+from recipes.vision.run import VisionTraining
 
 QUICK = PRESETS["quick"]
 TINY = dataclasses.replace(QUICK, limit=16, width=0.0625)
@@ -128,19 +128,18 @@ def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("name", ["sisa", "misa", "sgd", "adabelief", "muon"])
 def test_a_stopped_run_ends_like_one_that_was_not(name: str, tmp_path: Path) -> None:
-    reason = lacks(name)
+    reason = missing_requirement(name)
     if reason is not None:
         pytest.skip(reason)
     settings = tiny(name)
     cpu = torch.device("cpu")
-    whole = Training(settings, cpu, None)
-    lines = list(drive(whole, settings, None))
-    file = tmp_path / "run.pt"
-    begun = drive(Training(settings, cpu, None), settings, file, save_every=1)
+    whole = VisionTraining(settings, cpu, None)
+    lines = list(run_training(whole, None))
+    begun = run_training(VisionTraining(settings, cpu, None), tmp_path, save_every=1)
     next(begun)
     next(begun)
-    resumed = Training(settings, cpu, None)
-    again = list(drive(resumed, settings, file))
+    resumed = VisionTraining(settings, cpu, None)
+    again = list(run_training(resumed, tmp_path))
     assert untimed(again) == untimed(lines)
     for a, b in zip(
         whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True
@@ -149,12 +148,12 @@ def test_a_stopped_run_ends_like_one_that_was_not(name: str, tmp_path: Path) -> 
 
 
 def test_sisa_steps_once_per_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(tiny("sisa"), torch.device("cpu"), None)
+    training = VisionTraining(tiny("sisa"), torch.device("cpu"), None)
     assert training.settings.choice.batches == 4
     steps = []
     step = training.optimizer.step
     monkeypatch.setattr(training.optimizer, "step", lambda: steps.append(1) or step())
-    training.epoch()
+    training.advance()
     assert len(steps) == 4 * training.rounds
     assert training.optimizer.iteration == training.rounds
 
@@ -164,7 +163,7 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     settings = dataclasses.replace(
         settings, choice=dataclasses.replace(settings.choice, options={"lr": 1e30})
     )
-    lines = list(drive(Training(settings, torch.device("cpu"), None), settings, None))
+    lines = list(run_training(VisionTraining(settings, torch.device("cpu"), None), None))
     assert len(lines) < settings.epochs
     assert lines[-1]["diverged"]
     assert lines[-1]["loss"] is None
@@ -175,7 +174,7 @@ def test_batches_must_fit() -> None:
     with pytest.raises(ValueError, match="batch must be a multiple of batches, 4, got 18"):
         tiny("sisa", batch=18)
     with pytest.raises(ValueError, match="at most the number of training images, 160, got 500"):
-        Training(tiny("sgd", batch=500), torch.device("cpu"), None)
+        VisionTraining(tiny("sgd", batch=500), torch.device("cpu"), None)
 
 
 def test_short_and_paper_are_what_the_issue_of_fairness_asks() -> None:
@@ -293,9 +292,9 @@ def test_imagenet_models_train_from_folders(folders: Path, model: str) -> None:
         **{"precision": "float32", "width": 1 / 8, "limit": 4},
     )
     (settings,) = plan(config).values()
-    training = Training(settings, torch.device("cpu"), str(folders))
+    training = VisionTraining(settings, torch.device("cpu"), str(folders))
     before = [param.detach().clone() for param in training.model.parameters()]
-    line = training.epoch()
+    line = training.advance()
     assert line["loss"] == pytest.approx(0.7, abs=0.5)
     assert 0 <= (line["test_accuracy"] or 0) <= 1
     moved = [

@@ -1,4 +1,4 @@
-"""Federated algorithms, each as a client's and a server's half of pure functions."""
+"""Federated algorithms, each as pure functions for the client and for the server."""
 
 from torchpisa.federated.algorithms.averaging import FedAvg, FedNova, FedProx, Scaffold
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, Tensors

@@ -14,14 +14,14 @@ from torchpisa.federated.algorithms.base import (
     Tensors,
     zeros,
 )
-from torchpisa.federated.local_work import Epochs, LocalWork, check_local
+from torchpisa.federated.clients.local_work import Epochs, LocalWork, check_local
 
 __all__ = ["FedAvg", "FedNova", "FedProx", "Scaffold"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Algorithm):
-    """What the four share: local SGD, and a server that moves by a mean of what they moved."""
+    """Local SGD on the clients, and a server that moves by the mean of their movements."""
 
     lr: float
     weight_decay: float = 0.0
@@ -63,7 +63,7 @@ class LocalSGD(Algorithm):
         return {"moved": {name: moved - lr * grad[name] for name, moved in carry["moved"].items()}}
 
     def corrected(self, down: Message, memory: Fields, carry: Fields, grad: Tensors) -> Tensors:
-        """The gradient with what the algorithm adds to it."""
+        """Return the gradient plus what the algorithm adds to it."""
         return grad
 
     def finish(
@@ -147,7 +147,7 @@ class FedNova(FedAvg):
     def numbers_after(self, steps: Tensor) -> dict[str, Scalar]:
         norm = steps
         if self.momentum:
-            # The gradient of step k is in the buffer of every later one, with a power of momentum.
+            # The gradient of step k enters every later buffer, times a power of the momentum.
             geometric = (1 - self.momentum**steps) / (1 - self.momentum)
             norm = (steps - self.momentum * geometric) / (1 - self.momentum)
         return {"norm": norm}
@@ -200,7 +200,7 @@ class Scaffold(LocalSGD):
     def standing(
         self, server: ServerState, update: Message, known: Fields, steps: Tensor
     ) -> Fields:
-        # The movement as the control variate that goes with it.
+        # The movement is compared as the control variate that it implies.
         scale = float(steps) * server.numbers["lr"]
         common = server.memory["control"]
         change = {n: -common[n] - m / scale for n, m in update.tensors["moved"].items()}
@@ -214,8 +214,8 @@ class Scaffold(LocalSGD):
         return {"control": zeros(weights)}
 
     def corrected(self, down: Message, memory: Fields, carry: Fields, grad: Tensors) -> Tensors:
-        own, common = memory["control"], down.tensors["control"]
-        return {name: g - own[name] + common[name] for name, g in grad.items()}
+        local, common = memory["control"], down.tensors["control"]
+        return {name: g - local[name] + common[name] for name, g in grad.items()}
 
     def finish(
         self, down: Message, memory: Fields, carry: Fields, steps: Tensor

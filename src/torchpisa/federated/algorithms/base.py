@@ -1,4 +1,4 @@
-"""What a federated algorithm is: a server's half and a client's half, as pure functions."""
+"""The interface of a federated algorithm: the server's half and the client's half."""
 
 import re
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.federated.local_work import LocalWork
+from torchpisa.federated.clients.local_work import LocalWork
 
 __all__ = ["Algorithm", "Fields", "Message", "ServerState", "Tensors", "add", "zeros"]
 
@@ -23,7 +23,7 @@ Fields = dict[str, Tensors]
 
 
 class Message(NamedTuple):
-    """What crosses the network, in either direction.
+    """A message between server and client, in either direction.
 
     Attributes:
         tensors: what it is about.
@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What the tensors weigh; the numbers are not worth counting."""
+        """Return the size of the tensors in bytes; the numbers are too few to count."""
         return sum(
             tensor.numel() * tensor.element_size()
             for tensors in self.tensors.values()
@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerState:
-    r"""All that a server keeps between rounds.
+    r"""The state that a server keeps between rounds.
 
     Attributes:
         weights: \(w\), the global weights.
@@ -87,27 +87,27 @@ class Algorithm(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """What tells two settings apart, the same in every process."""
-        # Functions and the like have an address in their name, which changes.
+        """Return a text that identifies the settings, the same in every process."""
+        # The repr of a function contains its address, which differs between processes.
         return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
 
     # The server
 
     @abstractmethod
     def start(self, weights: Tensors) -> ServerState:
-        """The server before the first round."""
+        """Return the state of the server before the first round."""
 
     def open(self, server: ServerState) -> ServerState:
-        """Begin a round: adapt what changes from round to round."""
+        """Return the server as a round begins, with numbers such as sigma up to date."""
         return server
 
     @abstractmethod
     def broadcast(self, server: ServerState) -> Message:
-        """What every client of the round is told."""
+        """Return the message that every client of the round receives."""
 
     @abstractmethod
     def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
-        r"""End a round.
+        r"""Return the server after a round.
 
         Args:
             server: as it was when the round was opened.
@@ -116,11 +116,11 @@ class Algorithm(ABC):
         """
 
     def skip(self, server: ServerState) -> ServerState:
-        """End a round in which nobody was present: nothing moves."""
+        """Return the server after a round without any client, in which nothing moves."""
         return replace(server, iteration=server.iteration + 1)
 
     def admit(self, server: ServerState, before: float, after: float) -> ServerState:
-        r"""Make room for a client that joins late and raises \(n\) from `before` to `after`.
+        r"""Make room for a client that joins late, raising \(n\) from `before` to `after`.
 
         Its memory is zero, and the \(\alpha_i\) of all others shrink by `before / after`; so do
         the sums that are weighted by them.
@@ -132,13 +132,13 @@ class Algorithm(ABC):
         return replace(server, memory=memory)
 
     def contribution(self, update: Message) -> Fields:
-        """What an update adds to the server's memory, by the name it has there, before alpha."""
+        """Return what an update adds to the server's memory, before it is multiplied by alpha."""
         return {}
 
     def standing(
         self, server: ServerState, update: Message, known: Fields, steps: Tensor
     ) -> Fields:
-        """What tells whether an update is too large; comparable between clients.
+        """Return the tensors by whose size an update is judged; comparable between clients.
 
         By default where it takes the client's part of the server's memory, or the update itself
         if there is no such memory. The change alone would not do: when the others have converged
@@ -162,53 +162,53 @@ class Algorithm(ABC):
         }
 
     def numbers_after(self, steps: Tensor) -> dict[str, Scalar]:
-        """The numbers of an update after `steps` local steps; a server can tell them itself."""
+        """Return the numbers of an update after `steps` local steps; a server can tell, too."""
         return {}
 
     # A client
 
     def remember(self, weights: Tensors) -> Fields:
-        """A client's memory before its first round."""
+        """Return the memory of a client before its first round."""
         return {}
 
     @abstractmethod
     def begin(self, down: Message, memory: Fields) -> Fields:
-        """The variables of a local run; `"moved"`, how far it has gone from w, is one of them."""
+        """Return the variables of a local run. One of them is `"moved"`, the way gone from w."""
 
     @abstractmethod
     def step(
         self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
     ) -> Fields:
-        """One local step with the gradient at `point`, w plus what was moved."""
+        """Return the variables after a local step; `grad` is taken at `point`, w plus `"moved"`."""
 
     @abstractmethod
     def finish(
         self, down: Message, memory: Fields, carry: Fields, steps: Tensor
     ) -> tuple[Message, Fields]:
-        """What goes to the server after `steps` local steps, and the new memory."""
+        """Return the update for the server after `steps` local steps, and the new memory."""
 
     @property
     def needs_loss(self) -> bool:
-        """Whether `observe` is to be called before every local step; clients then run in turn."""
+        """Return True if every local step must be preceded by a call of `observe`."""
         return False
 
     def observe(self, loss: Tensor, outputs: Tensor) -> None:  # noqa: B027 (optional)
-        """Take the mean loss of the local step, with its graph."""
+        """Receive the mean loss of a local step, with its graph."""
 
     def decayed(self, grad: Tensors, point: Tensors) -> Tensors:
-        """The gradient with the L2 term."""
+        """Return the gradient with the L2 term."""
         if self.weight_decay == 0:
             return grad
         return {name: g + self.weight_decay * point[name] for name, g in grad.items()}
 
 
 def zeros(like: Tensors) -> Tensors:
-    """Zeros of the same shapes."""
+    """Return zeros of the same shapes."""
     return {name: torch.zeros_like(tensor) for name, tensor in like.items()}
 
 
 def add(total: Message | None, update: Message, alpha: float) -> Message:
-    """A running sum of updates, each weighted by its client's share."""
+    """Return the running sum of updates, to which `update` is added with the weight `alpha`."""
     weighted: Message = tree_map(lambda value: alpha * value, update)
     if total is None:
         return weighted

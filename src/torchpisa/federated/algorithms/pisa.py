@@ -25,7 +25,7 @@ from torchpisa.federated.algorithms.base import (
     Tensors,
     zeros,
 )
-from torchpisa.federated.local_work import FullGradient, LocalWork, check_local
+from torchpisa.federated.clients.local_work import FullGradient, LocalWork, check_local
 from torchpisa.penalty import Gamma, grown
 from torchpisa.preconditioners import (
     Hessian,
@@ -43,7 +43,7 @@ __all__ = ["MISA", "PISA", "SISA"]
 
 @dataclass(frozen=True, kw_only=True)
 class Penalised(Algorithm):
-    r"""What PISA, SISA and MISA share; see there."""
+    r"""PISA, SISA and MISA as far as they are alike: penalty, duals and consensus."""
 
     sigma: float
     rho: float
@@ -62,7 +62,7 @@ class Penalised(Algorithm):
         check_local(self.local)
 
     def solver(self) -> Preconditioner:
-        """What solves the local problem."""
+        """Return the preconditioner that solves the local problem."""
         raise NotImplementedError
 
     # The server
@@ -73,7 +73,7 @@ class Penalised(Algorithm):
         return ServerState(weights, {"dual": zeros(weights)}, {"sigma": self.sigma})
 
     def open(self, server: ServerState) -> ServerState:
-        """Equation (2.12)."""
+        """Grow sigma by equation (2.12)."""
         gamma = self.gamma(server.iteration) if callable(self.gamma) else self.gamma
         check_range("gamma", gamma, 0, 1, low_open=True)
         return replace(server, numbers={"sigma": float(grown(server.numbers["sigma"], gamma))})
@@ -82,7 +82,7 @@ class Penalised(Algorithm):
         return Message({"weights": server.weights}, {**server.numbers, "rho": self.rho})
 
     def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
-        """Equation (2.9): sigma is the same for all clients, and the alphas add up to one."""
+        """Compute equation (2.9), for one sigma of all clients and alphas that add up to one."""
         weights, duals = {}, {}
         proximal = self.solver().proximal
         numbers = server.numbers["sigma"], self.consensus_decay
@@ -109,7 +109,7 @@ class Penalised(Algorithm):
             memory[kind] = {name: state[kind] for name, state in states.items()}
         if len(memory) > 1:
             some = next(iter(weights.values()))
-            # In float64: 1 - beta^step loses half its digits in float32.
+            # In float64, because 1 - beta^step loses half its digits in float32.
             count = torch.zeros((), dtype=torch.float64, device=some.device)
             memory["step"] = {"step": count}
         return memory
@@ -122,8 +122,11 @@ class Penalised(Algorithm):
     def step(
         self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
     ) -> Fields:
-        r"""Equation (2.13). In the first local step \(w_i = w\) and \(d_i\) is the whole step; a
-        later one has the term \(\sigma (w_i - w)\) of the augmented Lagrangian too, `delta`."""
+        r"""Compute equation (2.13).
+
+        In the first local step \(w_i = w\), and \(d_i\) is the whole step. A later one also has
+        `delta`, the term \(\sigma (w_i - w)\) of the augmented Lagrangian.
+        """
         solver = self.solver()
         sigma, rho = down.numbers["sigma"], down.numbers["rho"]
         count: Scalar = carry["step"]["step"] + 1 if "step" in carry else 1
@@ -158,7 +161,7 @@ class Penalised(Algorithm):
     def finish(
         self, down: Message, memory: Fields, carry: Fields, steps: Tensor
     ) -> tuple[Message, Fields]:
-        """Equation (2.14)."""
+        """Compute equation (2.14)."""
         duals, deltas = {}, {}
         for name, delta in carry["delta"].items():
             local = pisa.local_step_of_delta(memory["dual"][name], delta)
@@ -237,7 +240,7 @@ class SISA(Penalised):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.solver()  # checks the rest
+        self.solver()  # checks scheme, beta, eta and eps
 
     def solver(self) -> SecondMoment:
         return SecondMoment(self.scheme, self.beta, self.eta, self.eps)
@@ -274,7 +277,7 @@ class MISA(Penalised):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.solver()  # checks the rest
+        self.solver()  # checks momentum, aspect_scaling and method
 
     def solver(self) -> SpectralConsensus:
         spectral = Spectral(aspect_scaling=self.aspect_scaling, method=self.method)

@@ -7,11 +7,11 @@ keeps its sum, and both survive being killed. See the page on Flower.
 
 from torchpisa.federated.flower.checkpoint import InUseError
 from torchpisa.federated.flower.client import client_app
-from torchpisa.federated.flower.files import DamagedFileError
+from torchpisa.federated.flower.durable_files import DamagedFileError
 from torchpisa.federated.flower.privacy import GaussianNoise
+from torchpisa.federated.flower.records import arrays, load_arrays
 from torchpisa.federated.flower.screen import Screen
 from torchpisa.federated.flower.strategy import FederatedStrategy, NobodyTrainsError
-from torchpisa.federated.flower.wire import arrays, load_arrays
 
 __all__ = [
     "DamagedFileError",

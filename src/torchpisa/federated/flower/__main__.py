@@ -1,4 +1,4 @@
-"""Commands for those who operate a federation: `python -m torchpisa.federated.flower --help`."""
+"""Commands for operators of a federation: `python -m torchpisa.federated.flower --help`."""
 
 import sys
 

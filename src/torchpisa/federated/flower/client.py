@@ -13,19 +13,24 @@ from torch import nn
 
 from torchpisa.federated.algorithms import base
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Tensors
-from torchpisa.federated.client import Work, local_round
-from torchpisa.federated.flower.memory import FolderStore, RunStore, Store
+from torchpisa.federated.clients.data import Data, sample_count
+from torchpisa.federated.clients.local_round import RoundWork, local_round
+from torchpisa.federated.clients.objective import Loss, Objective, cross_entropy, trainable
+from torchpisa.federated.flower.client_memory import (
+    ClientMemoryStore,
+    FolderMemoryStore,
+    RunMemoryStore,
+)
 from torchpisa.federated.flower.privacy import GaussianNoise, check_mods
-from torchpisa.federated.flower.wire import (
+from torchpisa.federated.flower.records import (
     HEAD,
     arrays_of,
-    entry,
-    fields,
     load_arrays,
-    numbers,
-    records,
+    read_entry,
+    read_fields,
+    read_numbers,
+    to_records,
 )
-from torchpisa.federated.objective import Data, Loss, Objective, cross_entropy, size, trainable
 
 __all__ = ["Evaluate", "client_app"]
 
@@ -46,7 +51,7 @@ def client_app(
     privacy: GaussianNoise | None = None,
     mods: Sequence[Mod] = (),
 ) -> ClientApp:
-    """The `ClientApp` of a federated training, whatever its algorithm.
+    """Return the `ClientApp` of a federated training, for any algorithm.
 
     A client's name is `name` of its node config or else `partition-id`, which simulations set.
     Name and number of samples must not change during a training.
@@ -81,7 +86,7 @@ def client_app(
 
 @dataclass
 class _Client:
-    """What `client_app` was given; model and data are loaded once per process."""
+    """The arguments of `client_app`; model and data are loaded once per process."""
 
     model: Callable[[], nn.Module]
     data: Callable[[Context], Data]
@@ -94,42 +99,42 @@ class _Client:
     _data: dict[str, Data] = field(default_factory=dict)
 
     def introduce(self, message: Message, context: Context) -> Message:
-        """Tell the server who this is and how many samples it has."""
+        """Tell the server the client's name and number of samples."""
         name = client_name(context)
-        head = ConfigRecord({"name": name, "samples": size(self._load(name, context))})
+        head = ConfigRecord({"name": name, "samples": sample_count(self._get_data(name, context))})
         return Message(RecordDict({HEAD: head}), reply_to=message)
 
     def train(self, message: Message, context: Context) -> Message:
-        """One round."""
+        """Run one round and return the update."""
         content, name = message.content, client_name(context)
-        algorithm = self._agreed(content, context)
-        iteration = int(entry(content, "iteration", int))
-        accepted = int(entry(content, "accepted", int))
-        down = self._read(content)
+        algorithm = self._agreed_algorithm(content, context)
+        iteration = int(read_entry(content, "iteration", int))
+        accepted = int(read_entry(content, "accepted", int))
+        down = self._read_broadcast(content)
         weights = down.tensors["weights"]
 
-        def fresh() -> Fields:
+        def initial_memory() -> Fields:
             return algorithm.remember(weights)
 
-        store = self._store(content, context, name, fresh)
+        store = self._store(content, context, name, initial_memory)
         memory = None if store is None else store.load()
-        life = int(entry(content, "life", int))
-        known = None if memory is None else memory.settle(accepted, iteration, life)
-        old = fresh() if known is None else _to(known, weights)
+        life = int(read_entry(content, "life", int))
+        committed = None if memory is None else memory.resolve(accepted, iteration, life)
+        old = initial_memory() if committed is None else _on_device_of(committed, weights)
         update, new, work = local_round(
             algorithm,
-            self._network(),
-            self._load(name, context),
+            self._get_objective(),
+            self._get_data(name, context),
             down,
             old,
-            key=(int(entry(content, "seed", int)), name),
+            key=(int(read_entry(content, "seed", int)), name),
             iteration=iteration,
         )
         if self.privacy is not None:
             update, new = self.privacy.protect(algorithm, update, old, new)
         if store is not None and memory is not None:
-            # Before the answer: what the server may count must not be lost.
-            memory.wait(new, iteration)
+            # Saved before the answer is sent: an update that the server counts must not be lost.
+            memory.set_pending(new, iteration)
             store.save(memory)
         return Message(_answer(update, work, name, iteration), reply_to=message)
 
@@ -137,58 +142,58 @@ class _Client:
         """Evaluate the global model on the client's data."""
         if self.evaluate is None:
             raise ValueError("the server asks for an evaluation, but client_app got no evaluate")
-        model = self._network().model
-        weights = self._read(message.content).tensors["weights"]
+        model = self._get_objective().model
+        weights = self._read_broadcast(message.content).tensors["weights"]
         load_arrays(model, arrays_of(weights))
         model.eval()
         with torch.no_grad():
-            found = self.evaluate(model, self._load(client_name(context), context))
-        metrics = MetricRecord({name: float(value) for name, value in found.items()})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+            metrics = self.evaluate(model, self._get_data(client_name(context), context))
+        record = MetricRecord({name: float(value) for name, value in metrics.items()})
+        return Message(RecordDict({"metrics": record}), reply_to=message)
 
-    def _agreed(self, content: RecordDict, context: Context) -> Algorithm:
-        given = self.algorithm
-        algorithm = given if isinstance(given, Algorithm) else given(context)
-        here, there = algorithm.fingerprint, entry(content, "algorithm", str)
-        if here != there:
-            raise ValueError(f"algorithm must be that of the server, {there}, got {here}")
+    def _agreed_algorithm(self, content: RecordDict, context: Context) -> Algorithm:
+        setting = self.algorithm
+        algorithm = setting if isinstance(setting, Algorithm) else setting(context)
+        local, remote = algorithm.fingerprint, read_entry(content, "algorithm", str)
+        if local != remote:
+            raise ValueError(f"algorithm must be that of the server, {remote}, got {local}")
         return algorithm
 
-    def _read(self, content: RecordDict) -> base.Message:
-        """The server's broadcast, on the device of the model."""
-        parameters = trainable(self._network().model)
+    def _read_broadcast(self, content: RecordDict) -> base.Message:
+        """Return the server's broadcast, on the device of the model."""
+        parameters = trainable(self._get_objective().model)
         like = {name: parameters for name in content.array_records}
         if "weights" not in like:
             raise ValueError(f"a message must hold 'weights', got {list(like)}")
         tensors = {
             kind: {name: t.to(parameters[name].device) for name, t in values.items()}
-            for kind, values in fields(content, like).items()
+            for kind, values in read_fields(content, like).items()
         }
-        return base.Message(tensors, numbers(content))
+        return base.Message(tensors, read_numbers(content))
 
     def _store(
-        self, content: RecordDict, context: Context, name: str, fresh: Callable[[], Fields]
-    ) -> Store | None:
-        if not fresh():
-            return None  # an algorithm whose clients remember nothing
+        self, content: RecordDict, context: Context, name: str, initial_memory: Callable[[], Fields]
+    ) -> ClientMemoryStore | None:
+        if not initial_memory():
+            return None  # the clients of this algorithm keep nothing between rounds
         folder = self.folder(context) if callable(self.folder) else self.folder
         if folder is None:
-            return RunStore(context, fresh)
-        return FolderStore(Path(folder), str(entry(content, "training", str)), name)
+            return RunMemoryStore(context, initial_memory)
+        return FolderMemoryStore(Path(folder), str(read_entry(content, "training", str)), name)
 
-    def _network(self) -> Objective:
+    def _get_objective(self) -> Objective:
         if self._objective is None:
             self._objective = Objective(self.model(), self.loss)
         return self._objective
 
-    def _load(self, name: str, context: Context) -> Data:
+    def _get_data(self, name: str, context: Context) -> Data:
         if name not in self._data:
             self._data[name] = self.data(context)
         return self._data[name]
 
 
 def client_name(context: Context) -> str:
-    """Who a client is: its node id changes when it is restarted without a key."""
+    """Return the client's name. A node id would not do: it changes at a restart without a key."""
     for key in ("name", "partition-id"):
         if key in context.node_config:
             return str(context.node_config[key])
@@ -198,11 +203,11 @@ def client_name(context: Context) -> str:
     )
 
 
-def _answer(update: base.Message, work: Work, name: str, iteration: int) -> RecordDict:
-    return records(update, {"name": name, "iteration": iteration, **work._asdict()})
+def _answer(update: base.Message, work: RoundWork, name: str, iteration: int) -> RecordDict:
+    return to_records(update, {"name": name, "iteration": iteration, **work._asdict()})
 
 
-def _to(memory: Fields, weights: Tensors) -> Fields:
+def _on_device_of(memory: Fields, weights: Tensors) -> Fields:
     device = next(iter(weights.values())).device
     return {
         kind: {name: tensor.to(device) for name, tensor in tensors.items()}

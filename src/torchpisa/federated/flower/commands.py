@@ -12,9 +12,9 @@ from urllib.parse import unquote
 
 from torchpisa.federated.flower import checkpoint as checkpoints
 from torchpisa.federated.flower.checkpoint import Checkpoint, InUseError
-from torchpisa.federated.flower.files import DamagedFileError
-from torchpisa.federated.flower.ledger import withdrawn
-from torchpisa.federated.flower.memory import training_folder
+from torchpisa.federated.flower.client_memory import training_folder
+from torchpisa.federated.flower.durable_files import DamagedFileError
+from torchpisa.federated.flower.ledger import without_contribution
 
 __all__ = ["main"]
 
@@ -22,14 +22,14 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class CommandError(Exception):
-    """A command that cannot be carried out; the message says why."""
+    """A command that cannot be carried out."""
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m torchpisa.federated.flower",
         description="Operate a federation on Flower.",
@@ -83,10 +83,10 @@ def _gate(chosen: argparse.Namespace) -> None:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
-    if not found or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if not match or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"a number of bytes as 500000, 64M or 1G, got {text!r}")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
 # On the server, between two runs
@@ -103,13 +103,13 @@ def _add_checkpoint(commands: Commands) -> None:
         command = commands.add_parser(name, help=text)
         command.add_argument("checkpoint", type=Path, help="the server's")
         command.add_argument("client", help="its name")
-        command.set_defaults(run=_changing(name, change))
+        command.set_defaults(run=_changes_checkpoint(name, change))
     show = commands.add_parser("show", help="list the clients of a checkpoint")
     show.add_argument("checkpoint", type=Path, help="the server's")
     show.set_defaults(run=_show)
 
 
-def _changing(
+def _changes_checkpoint(
     name: str, change: Callable[[Checkpoint, str], None]
 ) -> Callable[[argparse.Namespace], None]:
     def run(chosen: argparse.Namespace) -> None:
@@ -130,7 +130,7 @@ def _read(file: Path) -> Checkpoint:
 
 
 def _withdraw(saved: Checkpoint, name: str, leaves: bool) -> None:
-    """Take what a client has contributed out of the server's memory."""
+    """Take a client's contribution out of the server's memory."""
     client = _client(saved, name)
     if client.accepted >= 0 and saved.server.memory and name not in saved.ledger:
         raise CommandError(
@@ -140,7 +140,7 @@ def _withdraw(saved: Checkpoint, name: str, leaves: bool) -> None:
     before = sum(other.samples for other in saved.clients.values())
     after = before - client.samples if leaves else before
     contribution = saved.ledger.pop(name, {})
-    saved.server = withdrawn(saved.server, contribution, client.samples, before, after)
+    saved.server = without_contribution(saved.server, contribution, client.samples, before, after)
 
 
 def _client(saved: Checkpoint, name: str) -> checkpoints.ClientRecord:
@@ -202,8 +202,8 @@ def _add_trainings(commands: Commands) -> None:
 
 def _trainings(chosen: argparse.Namespace) -> None:
     print(f"{'training':<34}{'last change':<18}{'MB':>9}  clients")
-    found = [folder for folder in chosen.folder.iterdir() if folder.is_dir()]
-    for folder in sorted(found, key=lambda folder: folder.stat().st_mtime):
+    folders = [folder for folder in chosen.folder.iterdir() if folder.is_dir()]
+    for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime):
         size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
         clients = sorted(unquote(file.stem) for file in folder.glob("*.pt"))

@@ -1,4 +1,4 @@
-"""Sending messages and collecting answers: a few at a time, and never without a limit."""
+"""Messages to clients and their replies: few at a time, and always with a limit."""
 
 import logging
 import time
@@ -21,55 +21,55 @@ from flwr.supercore.inflatable.inflatable_utils import (
     inflate_object_from_contents,
 )
 
-__all__ = ["GONE", "TOO_LARGE", "Inbox", "PullError", "ask", "exchange"]
+__all__ = ["NOT_ANSWERED", "TOO_LARGE", "Inbox", "PullError", "exchange", "send"]
 
 _log = logging.getLogger("flwr.torchpisa")
 
-_REQUESTS = 20
-"""How many requests a look for answers may take: the SuperLink needs milliseconds for each."""
+_MAX_REQUESTS = 20
+"""Requests with which all replies are asked for; the SuperLink needs milliseconds for each."""
 
-_PARTS = 100_000
-"""Parts of an answer: Flower cuts arrays into parts of 5 MiB."""
+_MAX_PARTS = 100_000
+"""Parts that a reply may have; Flower cuts arrays into parts of 5 MiB."""
 
-GONE = {
+NOT_ANSWERED = {
     ErrorCode.MESSAGE_UNAVAILABLE,
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
     ErrorCode.NODE_UNAVAILABLE,
 }
-"""Errors by which the SuperLink says that a node has not answered."""
+"""Error codes of the SuperLink for a node that has not answered."""
 
 TOO_LARGE = "is larger than"
-"""What the reason says when an answer was not read because of its size."""
+"""Part of the reason if a reply was not read because of its size."""
 
 
 class PullError(ValueError):
-    """An answer that Flower cannot decode."""
+    """A reply that Flower cannot decode."""
 
 
 def exchange(
     grid: Grid, messages: Iterable[Message], seconds: float, poll: float, limit: int
 ) -> Iterator[Message]:
-    """Send messages and yield the answers as they come, until all are there or time is up.
+    """Send messages and yield the replies as they arrive, until all are there or time is up.
 
-    `Grid.send_and_receive` holds all answers in memory, looks for them every three seconds, waits
+    `Grid.send_and_receive` holds all replies in memory, looks for them every three seconds, waits
     up to two hours for the parts of one that was announced, and fails altogether if one cannot be
-    decoded. Here such an answer costs nobody else more than a round: those that are asked for in
-    one request, which only happens with many clients.
+    decoded. Here a reply that cannot be decoded affects at most the clients that were asked for in
+    the same request, which only happens with many clients, and only for this round.
 
     Args:
         grid: Flower's.
-        messages: sent one by one.
-        seconds: how long to wait in all.
-        poll: seconds between two looks.
-        limit: bytes that an answer may have.
+        messages: the messages, sent one by one.
+        seconds: the time to wait in all.
+        poll: seconds between two requests for replies.
+        limit: bytes that a reply may have.
     """
     end = time.monotonic() + seconds
     inbox = Inbox(limit)
-    waiting = {message_id for message in messages if (message_id := ask(grid, message))}
+    waiting = {message_id for message in messages if (message_id := send(grid, message))}
     while waiting:
         late = time.monotonic() >= end
         order = sorted(waiting)
-        size = -(-len(order) // _REQUESTS)
+        size = -(-len(order) // _MAX_REQUESTS)
         for start in range(0, len(order), size):
             group = order[start : start + size]
             try:
@@ -81,29 +81,29 @@ def exchange(
             for reply in replies:
                 waiting.discard(reply.metadata.reply_to_message_id)
                 yield reply
-        if late:  # that was the last look
+        if late:  # replies that had arrived by the deadline were read just now
             return
         if waiting:
             time.sleep(max(0.0, min(poll, end - time.monotonic())))
 
 
-def ask(grid: Grid, message: Message) -> str | None:
-    """Send one message; its id, or None if it was not taken."""
-    found = list(grid.push_messages([message]))
-    if not found or not found[0]:
+def send(grid: Grid, message: Message) -> str | None:
+    """Send one message and return its id, or None if it was not accepted."""
+    message_ids = list(grid.push_messages([message]))
+    if not message_ids or not message_ids[0]:
         _log.warning("a message to node %d was not taken", message.metadata.dst_node_id)
         return None
-    return str(found[0])
+    return str(message_ids[0])
 
 
 @dataclass
-class _Arriving:
-    """An answer that was announced.
+class _AnnouncedReply:
+    """A reply that the SuperLink has announced, and whose parts are being fetched.
 
     Attributes:
-        metadata: what Flower says about it.
+        metadata: Flower's metadata of the message.
         parts: the ids of its parts.
-        contents: the parts that are there.
+        contents: the parts that were fetched.
     """
 
     metadata: Any
@@ -112,7 +112,7 @@ class _Arriving:
 
 
 class Inbox:
-    """Reads answers, but not more of each than it may have.
+    """A reader of replies that stops at a limit of bytes.
 
     `Grid.pull_messages` reads whatever a client has sent, and waits for what it has not. Where
     the grid is a connection to a SuperLink, its requests are made here one by one instead.
@@ -123,46 +123,47 @@ class Inbox:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._arriving: dict[str, _Arriving] = {}
+        self._arriving: dict[str, _AnnouncedReply] = {}
 
     def pull(self, grid: Grid, message_ids: list[str]) -> list[Message]:
-        """The answers to messages, as far as they are there."""
+        """Return the replies to messages, as far as they have arrived."""
         client = getattr(grid, "_runtime_client", None)
         try:
             if client is None:
                 return list(grid.pull_messages(message_ids))
-            return self._look(cast(Any, grid), client, message_ids)
+            return self._pull_from_superlink(cast(Any, grid), client, message_ids)
         except (httpx.HTTPError, OSError):
-            raise  # the SuperLink cannot be reached: not the fault of a client
+            raise  # the SuperLink cannot be reached, which is no client's fault
         except Exception as error:
             raise PullError(str(error)) from error
 
-    def _look(self, grid: Any, client: Any, message_ids: list[str]) -> list[Message]:
+    def _pull_from_superlink(self, grid: Any, client: Any, message_ids: list[str]) -> list[Message]:
         wanted = [name for name in message_ids if name not in self._arriving]
         if wanted:
-            found = client.PullMessages(PullAppMessagesRequest(message_ids=wanted))
-            for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            response = client.PullMessages(PullAppMessagesRequest(message_ids=wanted))
+            pairs = zip(response.messages_list, response.message_object_trees, strict=True)
+            for proto, tree in pairs:
                 parts = [part.object_id for part in iterate_object_tree(tree)]
-                answered = proto.metadata.reply_to_message_id
-                self._arriving[answered] = _Arriving(proto.metadata, parts)
+                question = proto.metadata.reply_to_message_id
+                self._arriving[question] = _AnnouncedReply(proto.metadata, parts)
         done = []
-        for answered in message_ids:
-            arriving = self._arriving.get(answered)
+        for question in message_ids:
+            arriving = self._arriving.get(question)
             if arriving is None:
                 continue
-            reply = self._complete(grid, client, answered, arriving)
+            reply = self._fetch(grid, client, question, arriving)
             if reply is not None:
-                del self._arriving[answered]
+                del self._arriving[question]
                 done.append(reply)
         return done
 
-    def _complete(
-        self, grid: Any, client: Any, answered: str, arriving: _Arriving
+    def _fetch(
+        self, grid: Any, client: Any, question: str, arriving: _AnnouncedReply
     ) -> Message | None:
         run_id, message_id = grid.run.run_id, arriving.metadata.message_id
         fetch = make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id)
         size = sum(len(part) for part in arriving.contents.values())
-        large = len(arriving.parts) > _PARTS
+        large = len(arriving.parts) > _MAX_PARTS
         for part in arriving.parts:
             if large:
                 break
@@ -170,29 +171,29 @@ class Inbox:
                 continue
             try:
                 arriving.contents[part] = fetch(part)
-            except ObjectUnavailableError:  # on its way
+            except ObjectUnavailableError:  # still under way
                 return None
-            except ObjectPullError as error:  # it was never sent, and will not be
-                return _refused(run_id, answered, str(error), ErrorCode.MESSAGE_UNAVAILABLE)
+            except ObjectPullError as error:  # will never be sent
+                return _refused(run_id, question, str(error), ErrorCode.MESSAGE_UNAVAILABLE)
             size += len(arriving.contents[part])
             large = size > self._limit
-        # The SuperLink forgets it now.
+        # Lets the SuperLink forget the reply.
         client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(
                 node=grid.node, run_id=run_id, message_object_id=message_id
             )
         )
         if large:
-            return _refused(run_id, answered, f"the answer {TOO_LARGE} {self._limit} bytes")
+            return _refused(run_id, question, f"the answer {TOO_LARGE} {self._limit} bytes")
         try:
             message = cast(Message, inflate_object_from_contents(message_id, arriving.contents))
-        except Exception as error:  # whatever a client has made up must harm nobody else
-            return _refused(run_id, answered, f"the answer cannot be decoded: {error}")
+        except Exception as error:  # nothing that one client sends may harm the others
+            return _refused(run_id, question, f"the answer cannot be decoded: {error}")
         message.metadata.__dict__["_message_id"] = message_id
         return message
 
 
-def _refused(run_id: int, answered: str, reason: str, code: int = ErrorCode.UNKNOWN) -> Message:
+def _refused(run_id: int, question: str, reason: str, code: int = ErrorCode.UNKNOWN) -> Message:
     metadata = Metadata(
         run_id=run_id,
         message_id="",
@@ -201,7 +202,7 @@ def _refused(run_id: int, answered: str, reason: str, code: int = ErrorCode.UNKN
         message_type="train",
         group_id="",
         ttl=0,
-        reply_to_message_id=answered,
+        reply_to_message_id=question,
         created_at=time.time(),
     )
     error = Error(code=code, reason=reason)

@@ -1,4 +1,4 @@
-"""The door to a SuperLink: SuperNodes may enter, and nothing else gets through.
+"""A gate in front of a SuperLink that lets SuperNodes in, and nothing else.
 
 In Flower 1.41 one port of the SuperLink serves three interfaces: Fleet (for SuperNodes), Control
 (`flwr run`, `flwr supernode register`) and Runtime (for the processes of apps). Control asks
@@ -22,7 +22,7 @@ import uvicorn
 from flwr.proto.fleet_pb2 import PullMessagesResponse
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 
-from torchpisa.federated.flower.wire import fingerprint
+from torchpisa.federated.flower.records import fingerprint
 
 __all__ = ["Gate", "run_gate"]
 
@@ -61,12 +61,12 @@ Flower's Fleet interface has two more, with which a node registers itself: not t
 _PREFIX = "/v1/fleet/"
 _KEY, _SIGNATURE, _TIMESTAMP = "flwr-public-key", "flwr-signature", "flwr-timestamp"
 _DROPPED = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
-_NODES = 100_000
-"""How many keys are remembered."""
+_MAX_NODES = 100_000
+"""Keys that are remembered."""
 
 
 class RefusedError(Exception):
-    """A request that does not get through.
+    """A request that is not forwarded.
 
     Attributes:
         status: of HTTP.
@@ -78,20 +78,20 @@ class RefusedError(Exception):
 
 
 @dataclass
-class _Node:
-    """What the gate remembers of a key.
+class _NodeLimits:
+    """The state of a key at the gate.
 
     Attributes:
-        known: whether the SuperLink has accepted it.
-        left: bytes that its reply may still have.
+        accepted: whether the SuperLink has accepted it.
+        bytes_left: bytes that its reply may still have.
     """
 
-    known: bool = False
-    left: int = 0
+    accepted: bool = False
+    bytes_left: int = 0
 
 
 class Gate:
-    """The ASGI application.
+    """An ASGI application that forwards the calls of SuperNodes to a SuperLink.
 
     Args:
         client: connected to the SuperLink.
@@ -101,7 +101,7 @@ class Gate:
     def __init__(self, client: httpx.AsyncClient, max_reply: int) -> None:
         self._client = client
         self._max_reply = max_reply
-        self._nodes: OrderedDict[str, _Node] = OrderedDict()
+        self._nodes: OrderedDict[str, _NodeLimits] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -114,7 +114,7 @@ class Gate:
         except RefusedError as refusal:
             status, headers, body = refusal.status, {}, str(refusal).encode()
             if status != 404:
-                _log.warning("%s %s: %s", _peer(scope), scope["path"], refusal)
+                _log.warning("%s %s: %s", _peer_address(scope), scope["path"], refusal)
         except httpx.HTTPError as error:
             _log.warning("the SuperLink cannot be reached: %s", error)
             status, headers, body = 503, {}, b"the SuperLink cannot be reached"
@@ -127,48 +127,50 @@ class Gate:
         if scope["method"] != "POST" or scope["path"] != _PREFIX + call or call not in _LIMITS:
             raise RefusedError(404, "not found")
         headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
-        name = _authentic(headers)
+        name = _signer(headers)
         node = self._node(name)
-        limit = _LIMITS[call] if node.known else _SMALL
-        if call == "push-object" and node.known:
-            if node.left <= 0:
+        limit = _LIMITS[call] if node.accepted else _SMALL
+        if call == "push-object" and node.accepted:
+            if node.bytes_left <= 0:
                 raise RefusedError(
                     413, f"node {name[:12]} has sent more than max-reply={self._max_reply} bytes"
                 )
-            limit = min(limit, node.left + _SMALL)
+            limit = min(limit, node.bytes_left + _SMALL)
         body = await _read(receive, limit)
         if call == "push-object":
-            node.left -= len(body)
+            node.bytes_left -= len(body)
         answer = await self._client.post(
             scope["path"],
             content=body,
             headers={key: value for key, value in headers.items() if key not in _DROPPED},
         )
         if answer.status_code == 200:
-            node.known = True
-            # The SuperLink hands out every message once, and each entitles to one reply.
-            if call == "pull-messages" and _messages(answer.content):
-                node.left = self._max_reply
-        kept = {key: value for key, value in answer.headers.items() if key not in _DROPPED}
-        kept.pop("content-encoding", None)  # httpx has undone it
-        return answer.status_code, kept, answer.content
+            node.accepted = True
+            # The SuperLink hands out every message once, and every message allows one reply.
+            if call == "pull-messages" and _holds_messages(answer.content):
+                node.bytes_left = self._max_reply
+        answer_headers = {
+            key: value for key, value in answer.headers.items() if key not in _DROPPED
+        }
+        answer_headers.pop("content-encoding", None)  # httpx has undone it
+        return answer.status_code, answer_headers, answer.content
 
-    def _node(self, name: str) -> _Node:
-        node = self._nodes.setdefault(name, _Node())
+    def _node(self, name: str) -> _NodeLimits:
+        node = self._nodes.setdefault(name, _NodeLimits())
         self._nodes.move_to_end(name)
-        while len(self._nodes) > _NODES:
+        while len(self._nodes) > _MAX_NODES:
             self._nodes.popitem(last=False)
         return node
 
 
-def _authentic(headers: dict[str, str]) -> str:
-    """The name of the key that has signed a request; the SuperLink checks whether it is known."""
+def _signer(headers: dict[str, str]) -> str:
+    """Return the fingerprint of the key that signed a request, which need not be registered."""
     try:
         key = b64decode(headers[_KEY], validate=True)
         signature = b64decode(headers[_SIGNATURE], validate=True)
         stamp = headers[_TIMESTAMP].encode("ascii")
         valid = verify_signature(bytes_to_public_key(key), stamp, signature)
-    except Exception:  # the parsers of keys raise what they like
+    except Exception:  # the parsers of keys raise many kinds
         valid = False
     if not valid:
         raise RefusedError(401, "a SuperNode must sign its requests")
@@ -190,14 +192,14 @@ async def _read(receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _messages(body: bytes) -> bool:
+def _holds_messages(body: bytes) -> bool:
     try:
         return bool(PullMessagesResponse.FromString(body).messages_list)
     except Exception:  # not what Flower sends
         return False
 
 
-def _peer(scope: Scope) -> str:
+def _peer_address(scope: Scope) -> str:
     client = scope.get("client")
     return str(client[0]) if client else "somebody"
 
@@ -220,7 +222,7 @@ def run_gate(
     key: Path,
     max_reply: int,
 ) -> None:
-    """Serve until a signal ends it.
+    """Serve until a signal ends the process.
 
     Args:
         superlink: host:port of the SuperLink, on the loopback interface.

@@ -1,4 +1,4 @@
-r"""What each client has added to the server's memory, so that it can be taken out again.
+r"""The ledger of what each client has added to the server's memory, so that it can be removed.
 
 The server's memory is a sum over the clients, such as \(\Pi = \sum_i \alpha_i \pi_i\), and a lie in
 it stays there for good. So the server keeps every client's \(\pi_i\), summed up from what it took.
@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from torchpisa.federated.algorithms.base import Fields, ServerState
 
-__all__ = ["Ledger", "withdrawn"]
+__all__ = ["Ledger", "without_contribution"]
 
 
 class Ledger:
-    """Sums of updates by client.
+    """The sums of each client's updates.
 
     Args:
         sums: to go on from.
@@ -23,7 +23,7 @@ class Ledger:
         self.sums: dict[str, Fields] = {} if sums is None else sums
 
     def add(self, name: str, contribution: Fields) -> None:
-        """Enter what an update of a client adds."""
+        """Add the contribution of an update of client `name`."""
         known = self.sums.setdefault(name, {})
         for kind, tensors in contribution.items():
             if kind in known:
@@ -32,14 +32,14 @@ class Ledger:
                 known[kind] = {key: tensor.clone() for key, tensor in tensors.items()}
 
     def forget(self, name: str) -> Fields:
-        """Strike a client out; what it had added."""
+        """Remove a client and return what it had contributed."""
         return self.sums.pop(name, {})
 
 
-def withdrawn(
+def without_contribution(
     server: ServerState, contribution: Fields, samples: int, before: int, after: int
 ) -> ServerState:
-    r"""The server without what a client has added.
+    r"""Return the server without what a client has contributed.
 
     Args:
         server: before.
@@ -51,14 +51,14 @@ def withdrawn(
     """
     memory: Fields = {}
     for kind, tensors in server.memory.items():
-        own = contribution.get(kind, {})
+        contributed = contribution.get(kind, {})
         memory[kind] = {}
         for key, tensor in tensors.items():
             # In float64: what is left may be small beside what is taken out.
-            left = before * tensor.double()
-            if key in own:
-                left = left - samples * own[key].double()
+            rest = before * tensor.double()
+            if key in contributed:
+                rest = rest - samples * contributed[key].double()
             memory[kind][key] = (
-                (left / after).to(tensor.dtype) if after else tensor.new_zeros(tensor.shape)
+                (rest / after).to(tensor.dtype) if after else tensor.new_zeros(tensor.shape)
             )
     return replace(server, memory=memory)

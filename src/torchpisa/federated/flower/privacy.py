@@ -1,4 +1,4 @@
-"""Differential privacy of a client, in a form that the algorithms' sums survive."""
+"""Differential privacy of a client, in a form that keeps the algorithms' sums right."""
 
 import math
 import os
@@ -16,7 +16,7 @@ __all__ = ["GaussianNoise", "check_mods"]
 
 @dataclass(frozen=True)
 class GaussianNoise:
-    """Clip every update of a client and add Gaussian noise to it, before it leaves the client.
+    """Clipping and Gaussian noise for every update of a client, before it leaves the client.
 
     The client's memory moves by what is sent, noise included, so that the server's sum stays the
     sum of its clients' memories. The privacy loss follows from `noise` and the number of rounds by
@@ -37,21 +37,21 @@ class GaussianNoise:
         check_range("noise", self.noise, 0, high_open=True)
 
     def apply(self, update: Message) -> Message:
-        """The update as it may be sent."""
+        """Return the update as it may be sent."""
         tensors = [tensor for field in update.tensors.values() for tensor in field.values()]
         norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
         factor = min(1.0, self.clip / norm) if norm else 1.0
-        # Not the seed of the training, which everybody knows: the noise could be taken off again.
-        chance = torch.Generator().manual_seed(int.from_bytes(os.urandom(8), "big") >> 1)
+        # Not from the training's seed: everybody knows it and could subtract the noise.
+        generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(8), "big") >> 1)
 
-        def blurred(tensor: torch.Tensor) -> torch.Tensor:
-            noise = torch.randn(tensor.shape, generator=chance, dtype=torch.float64)
+        def with_noise(tensor: torch.Tensor) -> torch.Tensor:
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             noise = noise.to(tensor.device, tensor.dtype)
             return factor * tensor + self.noise * self.clip * noise
 
         return Message(
             {
-                kind: {name: blurred(tensor) for name, tensor in field.items()}
+                kind: {name: with_noise(tensor) for name, tensor in field.items()}
                 for kind, field in update.tensors.items()
             },
             update.numbers,
@@ -60,7 +60,7 @@ class GaussianNoise:
     def protect(
         self, algorithm: Algorithm, update: Message, old: Fields, new: Fields
     ) -> tuple[Message, Fields]:
-        """The update as it may be sent, and the memory that goes with it.
+        """Return the update as it may be sent, and the memory that goes with it.
 
         Args:
             algorithm: what made them.
@@ -87,7 +87,7 @@ _REFUSED = {
 
 
 def check_mods(mods: Sequence[Callable[..., Any]]) -> None:
-    """Raise ValueError if one of Flower's mods would make nonsense of what clients send."""
+    """Raise ValueError for a Flower mod that would corrupt what clients send."""
     for mod in mods:
         name = getattr(mod, "__name__", type(mod).__name__)
         if name in _REFUSED:

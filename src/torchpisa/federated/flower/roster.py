@@ -1,4 +1,4 @@
-"""Who takes part: clients by name, and the nodes behind them."""
+"""The roster of a training: clients by name, and the nodes behind them."""
 
 import logging
 import time
@@ -9,8 +9,8 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from torchpisa.federated.flower.checkpoint import ClientRecord
-from torchpisa.federated.flower.exchange import Inbox, PullError, ask
-from torchpisa.federated.flower.wire import PayloadError, entry, fingerprint
+from torchpisa.federated.flower.exchange import Inbox, PullError, send
+from torchpisa.federated.flower.records import PayloadError, fingerprint, read_entry
 
 __all__ = ["Admission", "Client", "Roster"]
 
@@ -22,7 +22,7 @@ _INTRODUCTION = 1024 * 1024
 
 @dataclass
 class Client(ClientRecord):
-    """What the server knows about a client.
+    """A client as the server knows it in this run.
 
     Attributes:
         name: who it is, whatever its node id.
@@ -34,13 +34,13 @@ class Client(ClientRecord):
 
     @property
     def record(self) -> ClientRecord:
-        """What outlives the run."""
+        """Return what is kept from run to run."""
         return ClientRecord(self.samples, self.accepted, self.life, self.key)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Who is let in.
+    """Rules of who is let in.
 
     Attributes:
         samples: the numbers of samples that count, by client; others are not let in. None
@@ -55,27 +55,27 @@ class Admission:
 
 
 class Roster:
-    """The clients, and the nodes that were asked who they are.
+    """The clients, and the nodes that were asked to introduce themselves.
 
     Args:
-        patience: seconds after which a node that has not said who it is gets asked again.
-        joined: called with a new client before it is entered.
+        patience: seconds after which a node that has not introduced itself is asked again.
+        on_join: called with a new client before it is registered.
         admission: who is let in.
 
     Attributes:
         clients: by name.
-        online: the nodes that are.
-        refused: why a node was not let in.
+        online: the nodes that are online.
+        refused: the reason why a node was not let in, by node.
         evicted: names that are not let in.
-        lives: of clients that have left.
-        aside: why a client is not asked any more in this run.
-        started: whether training has begun. Before, shares are not known yet.
+        lives: the next `life` of clients that have left.
+        put_aside: the reason why a client is no longer asked in this run, by name.
+        started: whether training has begun. Before that, shares are not known yet.
     """
 
     def __init__(
         self,
         patience: float,
-        joined: Callable[[Client], None],
+        on_join: Callable[[Client], None],
         admission: Admission | None = None,
     ) -> None:
         self.clients: dict[str, Client] = {}
@@ -83,10 +83,10 @@ class Roster:
         self.refused: dict[int, str] = {}
         self.evicted: set[str] = set()
         self.lives: dict[str, int] = {}
-        self.aside: dict[str, str] = {}
+        self.put_aside: dict[str, str] = {}
         self.started = False
         self._patience = patience
-        self._joined = joined
+        self._on_join = on_join
         self._admission = Admission() if admission is None else admission
         self._asked: dict[int, tuple[str | None, float]] = {}
         self._names: dict[int, str] = {}  # of the nodes that have introduced themselves
@@ -95,49 +95,49 @@ class Roster:
 
     @property
     def samples(self) -> int:
-        """Samples of all clients, absent or not."""
+        """Return the number of samples of all clients, absent ones included."""
         return sum(client.samples for client in self.clients.values())
 
     @property
     def names(self) -> list[str]:
-        """All clients, numbers in their order."""
+        """Return the names of all clients, numbers in numerical order."""
         return sorted(self.clients, key=lambda name: (len(name), name))
 
     @property
     def reachable(self) -> list[Client]:
-        """Clients whose node is online, in the order of their names."""
-        found = (self.clients[name] for name in self.names if name not in self.aside)
-        return [client for client in found if client.node in self.online]
+        """Return the clients whose node is online, in the order of their names."""
+        candidates = (self.clients[name] for name in self.names if name not in self.put_aside)
+        return [client for client in candidates if client.node in self.online]
 
     def update(self, grid: Grid) -> None:
-        """See who is online, ask nodes that are new, read what has been answered; do not wait."""
+        """Look for nodes, ask new ones to introduce themselves, read replies; do not wait."""
         self._keys = _online(grid)
         self.online = set(self._keys)
         self._asked = {node: asked for node, asked in self._asked.items() if node in self.online}
-        # A node that has gone may have been mended when it is back.
+        # A node that was offline may have been repaired.
         self.refused = {node: why for node, why in self.refused.items() if node in self.online}
         now = time.monotonic()
         for node in sorted(self.online - self._names.keys() - self.refused.keys()):
             if node in self._asked and now < self._asked[node][1] + self._patience:
                 continue
             question = Message(RecordDict(), node, MessageType.QUERY, ttl=self._patience + 60)
-            self._asked[node] = ask(grid, question), now
+            self._asked[node] = send(grid, question), now
         for node, (message_id, asked) in sorted(self._asked.items()):
             try:
                 replies = [] if message_id is None else self._inbox.pull(grid, [message_id])
                 if replies:
                     self._asked[node] = None, asked
-                    self._enter(node, *_introduction(replies[0]))
+                    self._register(node, *_introduction(replies[0]))
             except (PayloadError, PullError) as error:
-                # It is asked again later: what is wrong with it may pass.
+                # It is asked again later, when the fault may be gone.
                 self._asked[node] = None, asked
                 _log.warning("node %d has not introduced itself: %s", node, error)
-        self._take_over()
+        self._assign_nodes()
         if not self.started:
-            self._trim()
+            self._drop_largest_claims()
 
-    def _enter(self, node: int, name: str, claimed: int) -> None:
-        samples = self._counted(node, name, claimed)
+    def _register(self, node: int, name: str, claimed: int) -> None:
+        samples = self._sample_count(node, name, claimed)
         if samples is None:
             return
         client, key = self.clients.get(name), self._keys[node]
@@ -145,7 +145,7 @@ class Roster:
             if self.started and not self._may_join(node, name, samples):
                 return
             client = Client(samples, life=self.lives.get(name, 0), key=key, name=name)
-            self._joined(client)
+            self._on_join(client)
             self.clients[name] = client
         elif self._admission.bind_names and key is not None:
             if client.key is None:
@@ -165,8 +165,8 @@ class Roster:
                 *(name, samples, client.samples),
             )
 
-    def _counted(self, node: int, name: str, claimed: int) -> int | None:
-        """How many samples of a client count; None if it is not let in."""
+    def _sample_count(self, node: int, name: str, claimed: int) -> int | None:
+        """Return the number of samples to count for a client, or None if it is not let in."""
         if name in self.evicted:
             self._refuse(node, f"client {name!r} was evicted")
             return None
@@ -185,29 +185,29 @@ class Roster:
 
     def _may_join(self, node: int, name: str, samples: int) -> bool:
         total = self.samples + samples
-        if len(self.clients) < 2 or not self._too_much(samples, total):
+        if len(self.clients) < 2 or not self._exceeds_share(samples, total):
             return True
-        self._refuse(node, self._complaint(name, samples, total))
+        self._refuse(node, self._share_complaint(name, samples, total))
         return False
 
-    def _too_much(self, samples: int, total: int) -> bool:
-        known = self._admission.samples is not None  # then the operator vouches for it
-        return not known and samples > self._admission.max_share * total
+    def _exceeds_share(self, samples: int, total: int) -> bool:
+        by_operator = self._admission.samples is not None
+        return not by_operator and samples > self._admission.max_share * total
 
-    def _complaint(self, name: str, samples: int, total: int) -> str:
+    def _share_complaint(self, name: str, samples: int, total: int) -> str:
         return (
             f"client {name!r} claims {samples} of {total} samples, more than "
             f"max_share={self._admission.max_share:g} of them: raise max_share or list it in "
             "samples if that is true"
         )
 
-    def _trim(self) -> None:
-        """Before the start, leave out who claims too much beside the others."""
+    def _drop_largest_claims(self) -> None:
+        """Remove clients that claim too large a share, before training starts."""
         while len(self.clients) >= 3:
             largest = max(self.clients.values(), key=lambda client: client.samples)
-            if not self._too_much(largest.samples, self.samples):
+            if not self._exceeds_share(largest.samples, self.samples):
                 return
-            complaint = self._complaint(largest.name, largest.samples, self.samples)
+            complaint = self._share_complaint(largest.name, largest.samples, self.samples)
             del self.clients[largest.name]
             for node in [node for node, name in self._names.items() if name == largest.name]:
                 del self._names[node]
@@ -218,8 +218,8 @@ class Roster:
             _log.warning("node %d is refused: %s", node, reason)
         self.refused[node] = reason
 
-    def _take_over(self) -> None:
-        """Give every client a node; the first to claim a name has it while it is online."""
+    def _assign_nodes(self) -> None:
+        """Give every client a node; the first to claim a name keeps it while it is online."""
         for node, name in self._names.items():
             client = self.clients.get(name)
             if client is None or node == client.node or node not in self.online:
@@ -230,8 +230,8 @@ class Roster:
             client.node = node
             self.refused.pop(node, None)
 
-    def leave(self, name: str) -> Client:
-        """Take a client off the roster; its node is not asked again."""
+    def evict(self, name: str) -> Client:
+        """Remove a client for good and return it; its node is not asked again."""
         client = self.clients.pop(name)
         self.evicted.add(name)
         self.lives[name] = client.life + 1
@@ -240,28 +240,28 @@ class Roster:
             self._refuse(node, f"client {name!r} was evicted")
         return client
 
-    def lost(self, chosen: Collection[str], present: Collection[str]) -> list[str]:
-        """Those who were to take part in a round and did not."""
+    def absent(self, chosen: Collection[str], present: Collection[str]) -> list[str]:
+        """Return the chosen clients that were not present."""
         return [name for name in self.names if name in chosen and name not in present]
 
 
 def _online(grid: Grid) -> dict[int, str | None]:
-    """The nodes that are online, with the fingerprints of their keys.
+    """Return the nodes that are online, with the fingerprints of their keys.
 
     Nodes of a simulation have no keys, but random bytes in their place.
     """
-    found = {}
+    keys = {}
     for node in grid.get_nodes():
-        keyed = node.public_key.startswith(b"-----BEGIN PUBLIC KEY-----")
-        found[node.node_id] = fingerprint(node.public_key) if keyed else None
-    return found
+        has_key = node.public_key.startswith(b"-----BEGIN PUBLIC KEY-----")
+        keys[node.node_id] = fingerprint(node.public_key) if has_key else None
+    return keys
 
 
 def _introduction(reply: Message) -> tuple[str, int]:
     if reply.has_error():
         raise PayloadError(str(reply.error.reason))
-    name = str(entry(reply.content, "name", str))
-    samples = int(entry(reply.content, "samples", int))
+    name = str(read_entry(reply.content, "name", str))
+    samples = int(read_entry(reply.content, "samples", int))
     if not name or len(name) > 200 or samples < 1:
         raise PayloadError(
             f"it must have a name of at most 200 characters and samples, got {name[:300]!r} and "

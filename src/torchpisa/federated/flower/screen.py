@@ -1,4 +1,4 @@
-"""What may not touch the global model: updates that are not what they should be."""
+"""The screen that keeps updates of the wrong size away from the global model."""
 
 import math
 from collections import deque
@@ -8,14 +8,14 @@ import torch
 from torchpisa.checks import check_count, check_range
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, Tensors
 
-__all__ = ["Screen", "Sizes", "scale", "sizes", "template"]
+__all__ = ["Screen", "Sizes", "norms", "update_template", "weight_scale"]
 
 Sizes = dict[str, float]
-"""How large each part of an update is, by name."""
+"""The size of each part of an update, by name."""
 
 
 class Screen:
-    """Decides whether an update is too large.
+    """A limit on the size of updates.
 
     Names, shapes, dtypes and finiteness of an update are checked anyway. What is measured is the
     norm of the dual that an update would leave the client with (Scaffold: the control variate;
@@ -30,7 +30,7 @@ class Screen:
 
     Args:
         largest: updates larger than so many times the median are rejected. The default is what
-            `benchmarks/screen.py` has found: see the page on Flower.
+            `benchmarks/screen.py` found: see the page on Flower.
         ceiling: updates larger than so many times the weights (their norm plus the root of their
             number, times sigma if that is larger than 1) are rejected even if there is nothing to
             compare with.
@@ -46,33 +46,33 @@ class Screen:
         self._recent: deque[list[Sizes]] = deque(maxlen=rounds)
 
     @property
-    def knows(self) -> bool:
-        """Whether there is something to compare with."""
+    def has_history(self) -> bool:
+        """Return True if there are recent updates to compare with."""
         return any(self._recent)
 
     @property
     def history(self) -> list[list[Sizes]]:
-        """The sizes of recent rounds, to be saved."""
+        """Return the sizes of recent rounds, for a checkpoint."""
         return list(self._recent)
 
     def resume(self, history: list[list[Sizes]]) -> None:
-        """Go on with the sizes of a run that was interrupted."""
+        """Continue with the sizes of a run that was interrupted."""
         self._recent.extend(history)
 
-    def complaint(self, size: Sizes, others: list[Sizes], scale: float = 1.0) -> str | None:
-        """What is wrong with an update of this size, if anything.
+    def complaint(self, size: Sizes, others: list[Sizes], weight_scale: float = 1.0) -> str | None:
+        """Return what is wrong with an update of this size, or None.
 
         Args:
             size: of the update.
             others: sizes that arrived in this round so far, its own included.
-            scale: what the ceiling is a multiple of.
+            weight_scale: what the ceiling is a multiple of.
         """
-        ceiling = self.ceiling * scale
+        ceiling = self.ceiling * weight_scale
         for name, value in size.items():
             if not value <= ceiling:
                 return f"{name} is of size {value:.3g}, more than the ceiling of {ceiling:.3g}"
-            known = [sizes[name] for group in (*self._recent, others) for sizes in group]
-            middle = _lower_median([x for x in known if 0 < x <= ceiling])
+            seen = [norms[name] for group in (*self._recent, others) for norms in group]
+            middle = _lower_median([x for x in seen if 0 < x <= ceiling])
             if middle is not None and value > self.largest * middle:
                 return (
                     f"{name} is of size {value:.3g}, more than {self.largest:g} times the median "
@@ -90,24 +90,24 @@ def _lower_median(values: list[float]) -> float | None:
     return sorted(values)[(len(values) - 1) // 2] if values else None
 
 
-def sizes(fields: Fields) -> Sizes:
-    """The norm of each field; not finite if an entry is not."""
+def norms(fields: Fields) -> Sizes:
+    """Return the norm of each field; not finite if an entry is not."""
     return {name: _norm(tensors) for name, tensors in fields.items()}
 
 
-def scale(server: ServerState) -> float:
-    """What an update may reasonably be as large as: see `ceiling` of `Screen`."""
+def weight_scale(server: ServerState) -> float:
+    """Return the size that `ceiling` of `Screen` is a multiple of."""
     count = sum(w.numel() for w in server.weights.values())
     return (_norm(server.weights) + math.sqrt(count)) * max(1.0, server.numbers.get("sigma", 1.0))
 
 
 def _norm(tensors: Tensors) -> float:
-    # In float64: squares of float32 overflow at 1e19.
+    # In float64, because squares of float32 overflow at 1e19.
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
 
 
-def template(algorithm: Algorithm, server: ServerState) -> Message:
-    """An update with the right names, shapes and dtypes, whatever is in it."""
+def update_template(algorithm: Algorithm, server: ServerState) -> Message:
+    """Return an update with the right names, shapes and dtypes, without values."""
     meta = ServerState(
         {name: w.to("meta") for name, w in server.weights.items()},
         {

@@ -26,13 +26,13 @@ from torchpisa.data import permutation
 from torchpisa.federated.algorithms import base
 from torchpisa.federated.algorithms.base import Algorithm, ServerState, Tensors
 from torchpisa.federated.flower import checkpoint as checkpoints
+from torchpisa.federated.flower.aggregation import Round, RoundAggregation, weighted_mean
 from torchpisa.federated.flower.checkpoint import Checkpoint
 from torchpisa.federated.flower.exchange import exchange
-from torchpisa.federated.flower.ledger import Ledger, withdrawn
+from torchpisa.federated.flower.ledger import Ledger, without_contribution
+from torchpisa.federated.flower.records import HEAD, arrays_of, size_limit, tensors_of, to_records
 from torchpisa.federated.flower.roster import Admission, Client, Roster
-from torchpisa.federated.flower.screen import Screen, template
-from torchpisa.federated.flower.tally import Round, Tally, weighted_mean
-from torchpisa.federated.flower.wire import HEAD, arrays_of, extent, records, tensors_of
+from torchpisa.federated.flower.screen import Screen, update_template
 
 __all__ = ["FederatedStrategy", "NobodyTrainsError"]
 
@@ -40,22 +40,22 @@ _log = logging.getLogger("flwr.torchpisa")
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
-_CLOCKS = 60.0
-"""Seconds that the clocks of two machines may differ by: messages live so much longer."""
+_CLOCK_SKEW = 60.0
+"""Seconds by which the clocks of two machines may differ; messages stay valid that much longer."""
 
-_STRIKES = 2
-"""Answers in a row that are larger than they can be, after which a client is put aside."""
+_MAX_STRIKES = 2
+"""Oversized answers in a row after which a client is put aside."""
 
-_LOW = 0.5
-"""A share of the samples that answers below which a round is worth a warning."""
+_LOW_SHARE = 0.5
+"""Share of the samples below which a round is worth a warning."""
 
 
 class NobodyTrainsError(RuntimeError):
-    """Every client that could be asked has refused; the message says why."""
+    """A round in which every client that could be asked has refused."""
 
 
 class FederatedStrategy(Strategy):
-    r"""Federated training with any algorithm of `torchpisa.federated`.
+    r"""A Flower strategy for any algorithm of `torchpisa.federated`.
 
     Before the first round, nodes are asked for the name and the number of samples of their client,
     since \(\alpha_i = n_i / n\) must be known. From then on a client that is not there, too late,
@@ -122,13 +122,13 @@ class FederatedStrategy(Strategy):
             check_count(f"samples[{name!r}]", count)
         self.algorithm = algorithm
         self.rounds: list[Round] = []
-        self._least = clients
+        self._min_clients = clients
         self._deadline = deadline
         self._patience = patience
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._participation = participation
         self._seed = seed
-        # Without a ledger only the change of a dual can be measured, and a newcomer's is large.
+        # Without a ledger only the change of a dual can be measured, which is large for a newcomer.
         default = Screen() if ledger else Screen(largest=1e3)
         self._screen = default if screen is None else screen
         self._evaluate = evaluate
@@ -144,20 +144,20 @@ class FederatedStrategy(Strategy):
         self._chosen: list[str] = []
         self._sent: list[tuple[Metadata, str]] = []
         self._bytes_down = 0
-        self._attempt = 0  # at the round that is open
+        self._attempt = 0  # how often the open round was tried before
         self._strikes: dict[str, int] = {}
-        self._low = 0  # rounds in a row of which few samples were a part
+        self._low_rounds = 0  # rounds in a row with a low share of the samples
 
     @property
     def server(self) -> ServerState:
-        """Weights, memory and numbers of the server."""
+        """Return weights, memory and numbers of the server."""
         if self._server is None:
             raise RuntimeError("there is no server state before start(), which makes or loads it")
         return self._server
 
     @property
     def clients(self) -> dict[str, Client]:
-        """The clients by name."""
+        """Return the clients by name."""
         return self._roster.clients
 
     # The run
@@ -192,27 +192,28 @@ class FederatedStrategy(Strategy):
         self._run = _run_id(grid)
         file = self._checkpoint
         with nullcontext() if file is None else checkpoints.locked(file, self._run):
-            self._begin(initial_arrays)
+            self._start_or_resume(initial_arrays)
             self.summary()
             result = Result()
             result.arrays = arrays_of(self.server.weights)
             if self.server.iteration < num_rounds:
-                self._gather(grid)
-            self._measure(evaluate_fn, result)
+                self._wait_for_clients(grid)
+            self._evaluate_on_server(evaluate_fn, result)
             train_config = ConfigRecord() if train_config is None else train_config
             evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+            seconds = min(self._deadline, timeout)
             while self.server.iteration < num_rounds:
-                self._train(grid, result, num_rounds, min(self._deadline, timeout), train_config)
-                self._evaluation(grid, result, min(self._deadline, timeout), evaluate_config)
-                self._measure(evaluate_fn, result)
+                self._train_round(grid, result, num_rounds, seconds, train_config)
+                self._evaluate_on_clients(grid, result, seconds, evaluate_config)
+                self._evaluate_on_server(evaluate_fn, result)
         return result
 
-    def _train(
+    def _train_round(
         self, grid: Grid, result: Result, num_rounds: int, seconds: float, config: ConfigRecord
     ) -> None:
-        """Try a round until something usable has come, or it is plain that nothing will."""
+        """Repeat a round until an update was usable, or no longer can be expected."""
         number = self.server.iteration + 1
-        limit = extent(template(self.algorithm, self.server))
+        limit = size_limit(update_template(self.algorithm, self.server))
         end = time.monotonic() + self._deadline + self._patience
         refused: dict[str, str] = {}
         self._attempt = 0
@@ -225,14 +226,14 @@ class FederatedStrategy(Strategy):
             _log.info("round %d of %d: %s", number, num_rounds, dict(metrics))
             refused |= self.rounds[-1].rejected
             if self.server.iteration < number:
-                self._give_up(number, refused, time.monotonic() >= end)
+                self._check_hopeless(number, refused, time.monotonic() >= end)
                 self._attempt += 1
         self._attempt = 0
 
-    def _give_up(self, number: int, refused: Mapping[str, str], late: bool) -> None:
-        """Raise if there is no point in trying a round again."""
+    def _check_hopeless(self, number: int, refused: Mapping[str, str], late: bool) -> None:
+        """Raise if there is no point in repeating a round."""
         reachable = [client.name for client in self._roster.reachable]
-        everybody = reachable or list(self._roster.aside)
+        everybody = reachable or list(self._roster.put_aside)
         if everybody and all(name in refused for name in everybody):
             raise NobodyTrainsError(
                 f"nobody trains in round {number}: all {len(everybody)} clients that are online "
@@ -244,15 +245,17 @@ class FederatedStrategy(Strategy):
                 f"patience={self._patience:g} s. Online: {reachable}.\n{_grouped(refused)}"
             )
 
-    def _evaluation(self, grid: Grid, result: Result, seconds: float, config: ConfigRecord) -> None:
+    def _evaluate_on_clients(
+        self, grid: Grid, result: Result, seconds: float, config: ConfigRecord
+    ) -> None:
         number = self.server.iteration
         messages = self.configure_evaluate(number, result.arrays, config, grid)
         replies = exchange(grid, messages, seconds, self._poll, 1024 * 1024)
-        found = self.aggregate_evaluate(number, replies)
-        if found is not None:
-            result.evaluate_metrics_clientapp[number] = found
+        metrics = self.aggregate_evaluate(number, replies)
+        if metrics is not None:
+            result.evaluate_metrics_clientapp[number] = metrics
 
-    def _begin(self, initial: ArrayRecord) -> None:
+    def _start_or_resume(self, initial: ArrayRecord) -> None:
         weights: Tensors = tensors_of(initial)
         saved = None
         if self._checkpoint is not None:
@@ -267,25 +270,25 @@ class FederatedStrategy(Strategy):
         for name, record in saved.clients.items():
             self._roster.clients[name] = Client(**vars(record), name=name)
         if self._ledger is not None:
-            self._ledger = self._resumed(saved)
+            self._ledger = self._resumed_ledger(saved)
         self._screen.resume(saved.sizes)
         _log.info("going on after round %d", self.server.iteration)
 
-    def _resumed(self, saved: Checkpoint) -> Ledger | None:
+    def _resumed_ledger(self, saved: Checkpoint) -> Ledger | None:
         missing = [n for n, c in saved.clients.items() if c.accepted >= 0 and n not in saved.ledger]
         if missing and saved.server.memory:
             _log.warning("no ledger: the run before had none, so nobody can be evicted")
             return None
         return Ledger(saved.ledger)
 
-    def _gather(self, grid: Grid) -> None:
-        """Wait until enough clients are there, but not forever."""
+    def _wait_for_clients(self, grid: Grid) -> None:
+        """Wait until enough clients have introduced themselves, at most for `patience`."""
         resumed = bool(self.clients)
         end = time.monotonic() + self._patience
         while True:
             self._roster.update(grid)
-            found = [client.name for client in self._roster.reachable]
-            if len(found) >= self._least:
+            present = [client.name for client in self._roster.reachable]
+            if len(present) >= self._min_clients:
                 self._roster.started = True
                 return
             if time.monotonic() >= end:
@@ -293,19 +296,19 @@ class FederatedStrategy(Strategy):
             time.sleep(self._poll)
         if not resumed:
             raise TimeoutError(
-                f"clients={self._least} clients must introduce themselves within "
-                f"patience={self._patience:g} s, got {len(found)}: {found}. "
+                f"clients={self._min_clients} clients must introduce themselves within "
+                f"patience={self._patience:g} s, got {len(present)}: {present}. "
                 f"{' '.join(self._roster.refused.values())}".rstrip()
             )
-        _log.warning("going on with %d clients of %d: %s", len(found), len(self.clients), found)
+        _log.warning("going on with %d clients of %d: %s", len(present), len(self.clients), present)
 
-    def _measure(self, evaluate_fn: EvaluateFn | None, result: Result) -> None:
+    def _evaluate_on_server(self, evaluate_fn: EvaluateFn | None, result: Result) -> None:
         if evaluate_fn is None:
             return
-        found = evaluate_fn(self.server.iteration, result.arrays)
-        _log.info("after round %d: %s", self.server.iteration, found)
-        if found is not None:
-            result.evaluate_metrics_serverapp[self.server.iteration] = found
+        metrics = evaluate_fn(self.server.iteration, result.arrays)
+        _log.info("after round %d: %s", self.server.iteration, metrics)
+        if metrics is not None:
+            result.evaluate_metrics_serverapp[self.server.iteration] = metrics
 
     def _admit(self, client: Client) -> None:
         before = self._roster.samples
@@ -319,7 +322,7 @@ class FederatedStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """What the clients of this round are told; those that are offline are left out."""
+        """Return the messages for the clients of this round, as far as they are online."""
         if self._server is None:
             raise RuntimeError(
                 "FederatedStrategy must be run by its own start(), got configure_train() before "
@@ -330,7 +333,7 @@ class FederatedStrategy(Strategy):
                 "weights, and clients send updates whose sum the server keeps. Give "
                 "client_app(privacy=GaussianNoise(...)) instead."
             )
-        present = self._reach(grid)
+        present = self._choose_clients(grid)
         self._opened = self.algorithm.open(self.server)
         down = self.algorithm.broadcast(self._opened)
         about: dict[str, str | int] = {
@@ -339,33 +342,33 @@ class FederatedStrategy(Strategy):
             "seed": self._seed,
             "iteration": self.server.iteration,
         }
-        content = records(down, about)
+        content = to_records(down, about)
         messages = []
         for client, node in present:
             # The arrays are shared by all messages, and Flower sends them to the SuperLink once.
-            own = RecordDict(dict(content.items()))
+            addressed = RecordDict(dict(content.items()))
             state = {"accepted": client.accepted, "life": client.life}
-            own[HEAD] = ConfigRecord({**content.config_records[HEAD], **state})
-            messages.append(self._message(own, MessageType.TRAIN, node, server_round, config))
-        # Only what Flower says about them: their ids are not known before they are sent.
+            addressed[HEAD] = ConfigRecord({**content.config_records[HEAD], **state})
+            messages.append(self._message(addressed, MessageType.TRAIN, node, server_round, config))
+        # The metadata objects, because their ids are not known before the messages are sent.
         metadata = [message.metadata for message in messages]
         names = [client.name for client, _ in present]
         self._sent = list(zip(metadata, names, strict=True))
         self._bytes_down = len(messages) * down.bytes
         return messages
 
-    def _reach(self, grid: Grid) -> list[tuple[Client, int]]:
-        """Who of those drawn is online. If no client is, wait for one until the deadline."""
+    def _choose_clients(self, grid: Grid) -> list[tuple[Client, int]]:
+        """Draw clients and return those online; if no client is, wait until the deadline."""
         end = time.monotonic() + self._deadline
         self._roster.update(grid)
-        # Otherwise all rounds of a training would be over before the network is back.
+        # Without waiting, all rounds of a training would be over before the network is back.
         while not self._roster.reachable and time.monotonic() < end:
             time.sleep(self._poll)
             self._roster.update(grid)
         online = {client.name for client in self._roster.reachable}
         attempt = self._attempt
         self._chosen = self._draw(self.server.iteration, attempt)
-        while online and not online & set(self._chosen):  # another draw rather than no round
+        while online and not online & set(self._chosen):  # draw again: nobody drawn is online
             attempt += 1
             self._chosen = self._draw(self.server.iteration, attempt)
         return [
@@ -390,63 +393,69 @@ class FederatedStrategy(Strategy):
     ) -> Message:
         if config:
             content["config"] = config
-        life = self._deadline + _CLOCKS
-        return Message(content, node, kind, ttl=life, group_id=str(server_round))
+        ttl = self._deadline + _CLOCK_SKEW
+        return Message(content, node, kind, ttl=ttl, group_id=str(server_round))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord]:
-        """Sum up what is usable, close the round and make it durable."""
+        """Sum up the usable updates, close the round and save it."""
         if self._opened is None:
             raise RuntimeError("aggregate_train() comes after configure_train()")
         samples = {name: client.samples for name, client in self.clients.items()}
-        tally = Tally(self.algorithm, self._opened, self._screen, samples, self._seed, self._ledger)
+        aggregation = RoundAggregation(
+            self.algorithm, self._opened, self._screen, samples, self._seed, self._ledger
+        )
         for reply in replies:
             name = self._sender(reply)
             if name is None:
                 _log.warning("an answer to a message of another round is ignored")
                 continue
-            tally.take(name, reply)
-        total, share = tally.close()
+            aggregation.receive(name, reply)
+        total, share = aggregation.close()
         if total is not None:
             self._server = self.algorithm.close(self._opened, total, share)
-            self._finite()
-            for name in tally.present:
+            self._require_finite()
+            for name in aggregation.present:
                 self.clients[name].accepted = self._opened.iteration
             self._save()
         self._opened = None
-        absent = self._roster.lost(self._chosen, tally.present)
-        self._put_aside(tally)
-        self._warn(server_round, share, absent)
-        self.rounds.append(Round(server_round, sorted(tally.present), absent, tally.rejected))
+        absent = self._roster.absent(self._chosen, aggregation.present)
+        self._put_oversized_aside(aggregation)
+        self._warn_of_low_share(server_round, share, absent)
+        self.rounds.append(
+            Round(server_round, sorted(aggregation.present), absent, aggregation.rejected)
+        )
         metrics: dict[str, MetricRecordValues] = {
-            "present": len(tally.present),
+            "present": len(aggregation.present),
             "absent": len(absent),
-            "rejected": len(tally.rejected),
+            "rejected": len(aggregation.rejected),
             "share": share,
             "bytes-down": self._bytes_down,
-            **tally.metrics,
+            **aggregation.metrics,
         }
         return arrays_of(self.server.weights), MetricRecord(metrics)
 
-    def _put_aside(self, tally: Tally) -> None:
-        """Stop asking clients whose answers are again and again larger than they can be."""
+    def _put_oversized_aside(self, aggregation: RoundAggregation) -> None:
+        """Stop asking clients whose answers were oversized several times in a row."""
         for _, name in self._sent:
-            self._strikes[name] = self._strikes.get(name, 0) + 1 if name in tally.oversized else 0
-            if self._strikes[name] >= _STRIKES:
-                self._roster.aside[name] = tally.rejected[name]
+            self._strikes[name] = (
+                self._strikes.get(name, 0) + 1 if name in aggregation.oversized else 0
+            )
+            if self._strikes[name] >= _MAX_STRIKES:
+                self._roster.put_aside[name] = aggregation.rejected[name]
                 _log.warning(
                     "client %r is put aside for the rest of this run: %d answers in a row were "
                     "larger than they can be",
-                    *(name, _STRIKES),
+                    *(name, _MAX_STRIKES),
                 )
 
-    def _warn(self, number: int, share: float, absent: list[str]) -> None:
-        """Say so if most of the data has no part in the training."""
-        if not absent or share >= _LOW * self._participation:
-            self._low = 0
+    def _warn_of_low_share(self, number: int, share: float, absent: list[str]) -> None:
+        """Warn if most of the data has no part in the training."""
+        if not absent or share >= _LOW_SHARE * self._participation:
+            self._low_rounds = 0
             return
-        if self._low % 10 == 0:
+        if self._low_rounds % 10 == 0:
             heavy = sorted(absent, key=lambda name: -self.clients[name].samples)[:5]
             parts = {name: self.clients[name].samples / self._roster.samples for name in heavy}
             shown = ", ".join(f"{name!r} ({part:.1%})" for name, part in parts.items())
@@ -455,14 +464,14 @@ class FederatedStrategy(Strategy):
                 "Absent: %s. One that is gone for good is taken out by evict.",
                 *(100 * share, number, shown),
             )
-        self._low += 1
+        self._low_rounds += 1
 
     def _sender(self, reply: Message) -> str | None:
-        """The client that an answer must be of, going by the message that it answers."""
+        """Return the client that was sent the message which a reply answers."""
         answered = reply.metadata.reply_to_message_id
         return next((name for sent, name in self._sent if sent.message_id == answered), None)
 
-    def _finite(self) -> None:
+    def _require_finite(self) -> None:
         for name, weight in self.server.weights.items():
             if not weight.isfinite().all():
                 raise FloatingPointError(
@@ -490,7 +499,7 @@ class FederatedStrategy(Strategy):
     # Taking a client's contribution back
 
     def evict(self, name: str) -> None:
-        """Take a client out of the training, with all it has contributed to the server's memory.
+        """Remove a client from the training, with its contribution to the server's memory.
 
         The weights of the other clients grow as if it had never been there, and it is not let in
         again. What it did to the global weights stays; the training mends it. Call it between two
@@ -500,16 +509,18 @@ class FederatedStrategy(Strategy):
             KeyError: there is no such client.
             RuntimeError: there is no ledger.
         """
-        contribution = self._withdraw(name)
+        contribution = self._take_contribution(name)
         before = self._roster.samples
-        client = self._roster.leave(name)
+        client = self._roster.evict(name)
         after = before - client.samples
-        self._server = withdrawn(self.server, contribution, client.samples, before, after)
+        self._server = without_contribution(
+            self.server, contribution, client.samples, before, after
+        )
         _log.warning("client %r is evicted", name)
         self._save()
 
     def restart(self, name: str) -> None:
-        """Start a client anew, as one that joins now: for one that has lost its memory.
+        """Restart a client that has lost its memory, as if it joined now.
 
         What it has contributed to the server's memory is taken out, and the client is told to
         begin with the memory of a newcomer. Its name and its weight stay.
@@ -518,14 +529,14 @@ class FederatedStrategy(Strategy):
             KeyError: there is no such client.
             RuntimeError: there is no ledger.
         """
-        contribution = self._withdraw(name)
+        contribution = self._take_contribution(name)
         client, total = self.clients[name], self._roster.samples
-        self._server = withdrawn(self.server, contribution, client.samples, total, total)
+        self._server = without_contribution(self.server, contribution, client.samples, total, total)
         client.accepted, client.life = -1, client.life + 1
         _log.warning("client %r starts anew", name)
         self._save()
 
-    def _withdraw(self, name: str) -> base.Fields:
+    def _take_contribution(self, name: str) -> base.Fields:
         if name not in self.clients:
             raise KeyError(f"name must be one of the clients {self._roster.names}, got {name!r}")
         if self._opened is not None:
@@ -542,17 +553,17 @@ class FederatedStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask everybody who is online, if evaluation is asked for."""
+        """Return messages for all clients that are online, if evaluation is asked for."""
         self._sent = []
         if not self._evaluate:
             return []
-        content = records(base.Message({"weights": tensors_of(arrays)}, {}), {})
+        content = to_records(base.Message({"weights": tensors_of(arrays)}, {}), {})
         messages = []
         for client in self._roster.reachable:
             if client.node is None:
                 continue
-            own, kind = RecordDict(dict(content.items())), MessageType.EVALUATE
-            message = self._message(own, kind, client.node, server_round, config)
+            addressed, kind = RecordDict(dict(content.items())), MessageType.EVALUATE
+            message = self._message(addressed, kind, client.node, server_round, config)
             messages.append(message)
             self._sent.append((message.metadata, client.name))
         return messages
@@ -560,24 +571,24 @@ class FederatedStrategy(Strategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """The mean of what clients have measured, by their numbers of samples."""
-        found = []
+        """Return the mean of the clients' metrics, weighted by their numbers of samples."""
+        measured = []
         for reply in replies:
             name = self._sender(reply)
             if name is None or reply.has_error():
                 reason = reply.error.reason if reply.has_error() else "it was not asked"
                 _log.warning("client %r did not evaluate: %s", name, reason)
             elif "metrics" in reply.content.metric_records:
-                measured = reply.content.metric_records["metrics"]
-                found.append((self.clients[name].samples, measured))
-        return weighted_mean(found)
+                metrics = reply.content.metric_records["metrics"]
+                measured.append((self.clients[name].samples, metrics))
+        return weighted_mean(measured)
 
     def summary(self) -> None:
-        """Log what this is."""
+        """Log the settings of the training."""
         _log.info("%s, training %s", self.algorithm.fingerprint, self._training)
         _log.info(
             "at least %d clients at the start, %g s per round, share %g of the clients, seed %d",
-            self._least,
+            self._min_clients,
             self._deadline,
             self._participation,
             self._seed,
@@ -592,7 +603,7 @@ def _run_id(grid: Grid) -> str:
 
 
 def _grouped(reasons: Mapping[str, str]) -> str:
-    """Clients by what they said, since many say the same."""
+    """Return clients grouped by reason, since many have the same."""
     groups: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         groups.setdefault(reason, []).append(name)

@@ -1,0 +1,51 @@
+"""The data of a client: a pair of tensors or a map-style dataset."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+__all__ = ["Data", "sample_count", "take_samples"]
+
+Data = tuple[Tensor, Tensor] | Dataset[Any]
+"""Inputs and targets of one length, or a map-style dataset of (input, target)."""
+
+
+def sample_count(data: Data) -> int:
+    """Return the number of samples.
+
+    Raises:
+        TypeError: this is neither a pair of tensors nor a map-style dataset.
+        ValueError: there are none, or the lengths differ.
+    """
+    pair = isinstance(data, tuple) and len(data) == 2
+    if (isinstance(data, tuple | list) and not pair) or not hasattr(data, "__len__"):
+        raise TypeError(
+            "data of a client must be a tuple (inputs, targets) or a map-style dataset with a "
+            f"length, got {type(data).__name__}"
+            + (f" of {len(data)}" if isinstance(data, tuple | list) else "")
+        )
+    if isinstance(data, tuple):
+        inputs, targets = data
+        if len(inputs) != len(targets):
+            raise ValueError(
+                "inputs and targets of a client must have one length, got "
+                f"{len(inputs)} and {len(targets)}"
+            )
+        count = len(inputs)
+    else:
+        count = len(cast(Sequence[Any], data))
+    if count < 1:
+        raise ValueError(f"data of a client must hold at least one sample, got {count}")
+    return count
+
+
+def take_samples(data: Data, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the samples at `index`, on `device`."""
+    if isinstance(data, tuple):
+        inputs, targets = (tensor[index.to(tensor.device)] for tensor in data)
+    else:
+        inputs, targets = default_collate([data[i] for i in index.tolist()])
+    return inputs.to(device), targets.to(device)

@@ -1,0 +1,119 @@
+"""One round of one client: its local steps and its update."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpisa.data import hashed
+from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors
+from torchpisa.federated.clients.data import Data, sample_count, take_samples
+from torchpisa.federated.clients.local_work import Key
+from torchpisa.federated.clients.objective import Objective
+
+__all__ = ["RoundWork", "local_round", "mean_gradient"]
+
+
+class RoundWork(NamedTuple):
+    """The cost of a round, of all its clients together.
+
+    Attributes:
+        gradients: gradients evaluated, of a mini-batch or of all data.
+        samples: gradients evaluated, of single samples.
+    """
+
+    gradients: int
+    samples: int
+
+
+def local_round(
+    algorithm: Algorithm,
+    objective: Objective,
+    data: Data,
+    down: Message,
+    memory: Fields,
+    *,
+    key: Key,
+    iteration: int,
+) -> tuple[Message, Fields, RoundWork]:
+    """Run one client for one round.
+
+    Args:
+        algorithm: the algorithm.
+        objective: the model, on the device of the tensors, and the loss.
+        data: the client's data.
+        down: what the server broadcast.
+        memory: what the client remembers, at first `algorithm.remember(weights)`. Not modified.
+        key: seed and the client's name, which decide how its data is shuffled.
+        iteration: rounds closed before this one.
+
+    Returns:
+        What goes to the server, the new memory, and what it cost.
+    """
+    plan = algorithm.local.plan(sample_count(data), key, iteration)
+    objective.model.train()
+    with _seeded(_device(down.tensors["weights"]), hashed("round", *key, iteration)):
+        carry = _local_steps(algorithm, objective, data, down, memory, plan)
+    steps = torch.tensor(float(len(plan)), dtype=torch.float64, device="cpu")
+    update, memory = algorithm.finish(down, memory, carry, steps)
+    return update, memory, RoundWork(len(plan), sum(len(index) for index in plan))
+
+
+def _local_steps(
+    algorithm: Algorithm,
+    objective: Objective,
+    data: Data,
+    down: Message,
+    memory: Fields,
+    plan: list[Tensor],
+) -> Fields:
+    weights = down.tensors["weights"]
+    carry = algorithm.begin(down, memory)
+    for index in plan:
+        point = {name: w + carry["moved"][name] for name, w in weights.items()}
+        if algorithm.needs_loss:
+            batch = take_samples(data, index, _device(weights))
+            grad, point, graph = objective.gradient_and_graph(point, *batch)
+            algorithm.observe(*graph)
+        else:
+            grad = _gradient(objective, point, data, index, algorithm.local.chunk)
+        with torch.no_grad():
+            carry = algorithm.step(down, memory, carry, grad, point)
+    return carry
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed what is random in a model, such as dropout, so that a round can be repeated."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def mean_gradient(
+    objective: Objective, point: Tensors, inputs: Tensor, targets: Tensor, chunk: int
+) -> Tensors:
+    """Return the gradient of the mean loss, accumulated over chunks."""
+    parts = zip(torch.split(inputs, chunk), torch.split(targets, chunk), strict=True)
+    return _accumulated((objective.gradient(point, *part) for part in parts), len(targets))
+
+
+def _gradient(
+    objective: Objective, point: Tensors, data: Data, index: Tensor, chunk: int
+) -> Tensors:
+    """Return the gradient of the mean loss over samples that are fetched chunk by chunk."""
+    parts = (take_samples(data, part, _device(point)) for part in torch.split(index, chunk))
+    return _accumulated((objective.gradient(point, *part) for part in parts), len(index))
+
+
+def _accumulated(sums: Iterable[Tensors], count: int) -> Tensors:
+    total: Tensors = {}
+    for grad in sums:
+        total = {name: total[name] + g for name, g in grad.items()} if total else grad
+    return {name: g / count for name, g in total.items()}
+
+
+def _device(weights: Tensors) -> torch.device:
+    return next(iter(weights.values())).device

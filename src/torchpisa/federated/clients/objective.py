@@ -1,0 +1,127 @@
+"""A client's objective: a model and a loss, and the gradients of the mean loss."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchpisa.federated.algorithms.base import Tensors
+
+__all__ = [
+    "Loss",
+    "LossError",
+    "Objective",
+    "accuracy",
+    "cross_entropy",
+    "trainable",
+]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From outputs and targets to one loss per sample."""
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample, averaged over positions in the case of texts."""
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+
+
+def trainable(model: nn.Module) -> Tensors:
+    """Return a copy of the parameters that require a gradient.
+
+    Raises:
+        ValueError: there are none.
+    """
+    weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    if not weights:
+        raise ValueError("model must have parameters that require a gradient, got none")
+    return weights
+
+
+class LossError(ValueError):
+    """A loss that does not return one number per sample."""
+
+
+class LossGraph(NamedTuple):
+    """A loss and the outputs it was computed from, with their graph."""
+
+    loss: Tensor
+    outputs: Tensor
+
+
+class Objective:
+    """Losses and gradients of a model as functions of its parameters.
+
+    Args:
+        model: any module without running statistics: what a client's forward pass leaves in
+            buffers would be lost, so layers such as BatchNorm are refused.
+        loss: from outputs and targets to one loss per sample.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss = cross_entropy) -> None:
+        for name, module in model.named_modules():
+            if getattr(module, "track_running_stats", False):
+                raise ValueError(
+                    f"model must not keep running statistics, got {type(module).__name__} at "
+                    f"{name!r}: use GroupNorm, or track_running_stats=False"
+                )
+        self.model = model
+        self.loss = loss
+
+    def losses(self, weights: Tensors, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return one loss per sample."""
+        return self._evaluate(weights, inputs, targets)[1]
+
+    def gradient(self, weights: Tensors, inputs: Tensor, targets: Tensor) -> Tensors:
+        """Return the gradient of the sum of the losses; zero for a parameter without influence."""
+        point = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        total = self.losses(point, inputs, targets).sum()
+        return self._differentiate(total, point)
+
+    def gradient_and_graph(
+        self, weights: Tensors, inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensors, Tensors, LossGraph]:
+        """Return the mean loss's gradient, the point it was taken at, and the loss's graph."""
+        point = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        outputs, losses = self._evaluate(point, inputs, targets)
+        loss = losses.mean()
+        return self._differentiate(loss, point, retain_graph=True), point, LossGraph(loss, outputs)
+
+    def _evaluate(self, weights: Tensors, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = torch.func.functional_call(self.model, weights, (inputs,))
+        losses = self.loss(outputs, targets)
+        if losses.shape != targets.shape[:1]:
+            raise LossError(
+                f"loss must return one number per sample, shape {tuple(targets.shape[:1])}, got "
+                f"{tuple(losses.shape)}: pass reduction='none'"
+            )
+        return outputs, losses
+
+    @staticmethod
+    def _differentiate(loss: Tensor, point: Tensors, retain_graph: bool = False) -> Tensors:
+        grads = torch.autograd.grad(
+            loss, list(point.values()), retain_graph=retain_graph, materialize_grads=True
+        )
+        return dict(zip(point, grads, strict=True))
+
+
+def accuracy(
+    inputs: Tensor, targets: Tensor, loss: Loss = cross_entropy, chunk: int = 8192
+) -> Callable[[nn.Module], dict[str, float]]:
+    """Return a function that measures a classifier: `accuracy` in percent, and `loss`."""
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        device = next(model.parameters()).device
+        hits = losses = torch.zeros((), dtype=torch.float32, device=device)
+        parts = zip(torch.split(inputs, chunk), torch.split(targets, chunk), strict=True)
+        for x, y in parts:
+            outputs, y = model(x.to(device)), y.to(device)
+            hits = hits + (outputs.argmax(1) == y).sum()
+            losses = losses + loss(outputs, y).sum()
+        count = targets.numel()
+        return {"accuracy": 100 * float(hits) / count, "loss": float(losses) / len(targets)}
+
+    return evaluate

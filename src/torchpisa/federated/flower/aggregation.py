@@ -1,0 +1,214 @@
+"""The sum of a round, which an update can touch only after it was checked."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import flwr.app
+import torch
+from flwr.app import MetricRecord
+
+from torchpisa.federated.algorithms.base import Algorithm, Message, ServerState, add
+from torchpisa.federated.flower.exchange import NOT_ANSWERED, TOO_LARGE
+from torchpisa.federated.flower.ledger import Ledger
+from torchpisa.federated.flower.records import (
+    OversizeError,
+    PayloadError,
+    array_bytes,
+    check_size,
+    read_entry,
+    read_fields,
+    read_numbers,
+)
+from torchpisa.federated.flower.screen import Screen, Sizes, norms, update_template, weight_scale
+
+__all__ = ["Round", "RoundAggregation", "weighted_mean"]
+
+_log = logging.getLogger("flwr.torchpisa")
+
+
+@dataclass(frozen=True)
+class Round:
+    """The clients of a round, by what became of their updates.
+
+    Attributes:
+        number: from 1.
+        present: clients whose update was taken.
+        absent: clients that were to take part and did not, those rejected included.
+        rejected: why an update was not taken, by client.
+    """
+
+    number: int
+    present: list[str]
+    absent: list[str]
+    rejected: dict[str, str] = field(default_factory=dict)
+
+
+class RoundAggregation:
+    """The updates of one round, checked and summed up.
+
+    The sum is kept in float64, so that the order of arrival does not show in float32. Updates are
+    added as they arrive and forgotten, unless the screen has nothing to compare them with yet.
+
+    Args:
+        algorithm: the algorithm.
+        server: as the round was opened with.
+        screen: what is too large.
+        samples: of every client.
+        seed: of the training.
+        ledger: where updates that were taken are entered, if anywhere.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        server: ServerState,
+        screen: Screen,
+        samples: Mapping[str, int],
+        seed: int = 0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.present: list[str] = []
+        self.rejected: dict[str, str] = {}
+        self.oversized: set[str] = set()
+        self._template = update_template(algorithm, server)
+        self._scale = weight_scale(server)
+        self._algorithm = algorithm
+        self._server = server
+        self._screen = screen
+        self._samples = samples
+        self._shares = {name: n / sum(samples.values()) for name, n in samples.items()}
+        self._seed = seed
+        self._ledger = ledger
+        self._total: Message | None = None
+        self._sizes: dict[str, Sizes] = {}
+        self._held_back: dict[str, Message] = {}
+        self._planned: dict[str, torch.Tensor] = {}
+        self.metrics: dict[str, int | float] = {"bytes-up": 0, "gradients": 0, "samples": 0}
+
+    def receive(self, name: str, reply: flwr.app.Message) -> None:
+        """Add an answer to the sum, or note why it cannot be used."""
+        if name in self._sizes or name in self.rejected:
+            _log.warning("a second answer of client %r in one round is ignored", name)
+            return
+        if reply.has_error() and reply.error.code in NOT_ANSWERED:
+            _log.warning("client %r has not answered: %s", name, reply.error.reason)
+            return
+        if reply.has_error():
+            reason = str(reply.error.reason or f"error {reply.error.code}")
+            if TOO_LARGE in reason:
+                self.oversized.add(name)
+            self._reject(name, reason)
+            return
+        try:
+            check_size(reply.content, self._template)
+            update = self._read_update(name, reply.content)
+        except Exception as error:  # nothing that a client sends may end the run
+            if isinstance(error, OversizeError):
+                self.oversized.add(name)
+            self.metrics["bytes-up"] += array_bytes(reply.content)
+            self._reject(name, str(error) or type(error).__name__)
+            return
+        self.metrics["bytes-up"] += update.bytes
+        known = {} if self._ledger is None else self._ledger.sums.get(name, {})
+        standing = self._algorithm.standing(self._server, update, known, self._local_steps(name))
+        self._sizes[name] = norms(standing)
+        if self._screen.has_history:
+            self._screen_and_add(name, update)
+        else:
+            self._held_back[name] = update
+
+    def _read_update(self, name: str, content: flwr.app.RecordDict) -> Message:
+        answered, sender = read_entry(content, "iteration", int), read_entry(content, "name", str)
+        iteration = self._server.iteration
+        if (answered, sender) != (iteration, name):
+            raise PayloadError(
+                f"this is update {answered} of client {sender!r}, not update {iteration}"
+            )
+        received = read_numbers(content)
+        if received.keys() != self._template.numbers.keys():
+            raise PayloadError(
+                f"numbers must be {list(self._template.numbers)}, got {list(received)}"
+            )
+        expected = {
+            key: float(value)
+            for key, value in self._algorithm.numbers_after(self._local_steps(name)).items()
+        }
+        for key, value in expected.items():
+            if not math.isclose(received[key], value, rel_tol=1e-6):
+                raise PayloadError(
+                    f"{key!r} must be {value:g} for {self._samples[name]} samples, "
+                    f"got {received[key]}"
+                )
+        update = Message(read_fields(content, self._template.tensors), expected)
+        for kind, tensors in update.tensors.items():
+            for key, tensor in tensors.items():
+                if not tensor.isfinite().all():
+                    raise PayloadError(f"{kind} of {key!r} is not finite")
+        self._count_work(content)
+        return update
+
+    def _local_steps(self, name: str) -> torch.Tensor:
+        """Return a client's number of local steps, which follows from that of its samples."""
+        if name not in self._planned:
+            plan = self._algorithm.local.plan(
+                self._samples[name], (self._seed, name), self._server.iteration
+            )
+            self._planned[name] = torch.tensor(float(len(plan)), dtype=torch.float64)
+        return self._planned[name]
+
+    def _count_work(self, content: flwr.app.RecordDict) -> None:
+        for key in ("gradients", "samples"):
+            self.metrics[key] += max(0, int(read_entry(content, key, int)))
+
+    def _screen_and_add(self, name: str, update: Message) -> None:
+        seen = list(self._sizes.values())
+        complaint = self._screen.complaint(self._sizes[name], seen, self._scale)
+        if complaint is not None:
+            self._reject(name, complaint)
+            return
+        double = Message(
+            {
+                kind: {key: tensor.double() for key, tensor in tensors.items()}
+                for kind, tensors in update.tensors.items()
+            },
+            update.numbers,
+        )
+        self._total = add(self._total, double, self._shares[name])
+        if self._ledger is not None:
+            self._ledger.add(name, self._algorithm.contribution(update))
+        self.present.append(name)
+
+    def _reject(self, name: str, reason: str) -> None:
+        _log.warning("the update of client %r is rejected: %s", name, reason)
+        self.rejected[name] = reason
+
+    def close(self) -> tuple[Message | None, float]:
+        """Return the sum of the accepted updates times their shares, and the sum of the shares."""
+        for name, update in self._held_back.items():
+            self._screen_and_add(name, update)
+        self._held_back.clear()
+        self._screen.close(list(self._sizes.values()))
+        share = sum(self._shares[name] for name in self.present)
+        if self._total is None:
+            return None, 0.0
+        tensors = {
+            kind: {key: t.to(self._template.tensors[kind][key].dtype) for key, t in tensors.items()}
+            for kind, tensors in self._total.tensors.items()
+        }
+        return Message(tensors, self._total.numbers), share
+
+
+def weighted_mean(measured: Sequence[tuple[int, MetricRecord]]) -> MetricRecord | None:
+    """Return the mean of every metric over the clients that have it, weighted by their samples."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for samples, metrics in measured:
+        for key, value in metrics.items():
+            if isinstance(value, (int, float)):
+                sums[key] = sums.get(key, 0.0) + samples * value
+                counts[key] = counts.get(key, 0) + samples
+    if not sums:
+        return None
+    return MetricRecord({key: value / counts[key] for key, value in sums.items()})

@@ -1,0 +1,185 @@
+"""The command: it resumes, records and checks."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from recipes import __main__ as command
+from recipes import logs
+from recipes.recipe import Check, Line, Recipe, Results
+
+
+@dataclass(frozen=True)
+class Size:
+    steps: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Slope:
+    by: float
+
+
+class Toy:
+    """A recipe of two runs that counts how often it does each, and can be told to break off."""
+
+    def __init__(self) -> None:
+        self.done: list[float] = []
+        self.breaks = False
+        self.holds = True
+        self.recipe = Recipe(
+            title="toy",
+            presets={"small": Size(3), "large": Size(5)},
+            plan=lambda config: {"flat": Slope(0.0), "steep": Slope(2 / 3)},
+            run=self.run,
+            check=lambda results: [Check("a", "said", "seen", self.holds)],
+            draw=lambda results, path: path.touch() or None,
+            run_key=dataclasses.asdict,
+            partial=False,
+        )
+
+    def run(self, config: Size, settings: Slope) -> Iterator[Line]:
+        self.done.append(settings.by)
+        for step in range(config.steps):
+            yield {"step": step, "height": settings.by * step + config.seed}
+            if self.breaks and settings.by:
+                raise KeyboardInterrupt
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Toy:
+    toy = Toy()
+    monkeypatch.setattr(command, "RECIPES", {"toy": toy.recipe})
+    monkeypatch.chdir(tmp_path)
+    return toy
+
+
+def load(path: str) -> Results:
+    results: Results = json.loads(Path(path).read_text(encoding="utf-8"))
+    return results
+
+
+def test_command_records_what_the_runs_depend_on(toy: Toy) -> None:
+    command.main(["toy"])
+    results = load("runs/small/toy.json")
+    assert results["recipe"] == "toy"
+    assert results["preset"] == "small"
+    assert results["config"] == {"steps": 3, "seed": 0}
+    assert results["checks"] == [{"panel": "a", "paper": "said", "here": "seen", "holds": True}]
+    steep = results["runs"]["steep"]
+    assert steep["settings"] == {"by": 2 / 3}
+    assert steep["step"] == [0, 1, 2]
+    assert steep["height"] == [0, 0.6667, 1.333]
+    assert {"torch", "torchpisa", "python"} <= set(steep["versions"])
+    assert steep["hardware"]["cpu"]
+    assert steep["seconds"] >= 0
+    log = Path("runs/small/toy/steep.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in log[1:4]][2] == {"step": 2, "height": 4 / 3}
+    assert Path("runs/small/toy.svg").exists()
+
+
+def test_finished_runs_are_not_run_again(toy: Toy) -> None:
+    command.main(["toy"])
+    first = load("runs/small/toy.json")
+    Path("runs/small/toy.svg").unlink()
+    command.main(["toy"])
+    assert toy.done == [0, 2 / 3]
+    assert load("runs/small/toy.json") == first
+    assert Path("runs/small/toy.svg").exists()
+
+
+def test_interrupted_run_is_run_again(toy: Toy) -> None:
+    toy.breaks = True
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["toy"])
+    toy.breaks = False
+    command.main(["toy"])
+    assert toy.done == [0, 2 / 3, 2 / 3]
+    assert len(load("runs/small/toy.json")["runs"]["steep"]["height"]) == 3
+
+
+@pytest.mark.parametrize("kept", [0, 10, -5])
+def test_log_cut_off_anywhere_is_no_finished_run(toy: Toy, kept: int) -> None:
+    command.main(["toy"])
+    path = Path("runs/small/toy/flat.jsonl")
+    path.write_text(path.read_text(encoding="utf-8")[:kept], encoding="utf-8")
+    assert logs.read(path) is None
+    command.main(["toy"])
+    assert toy.done == [0, 2 / 3, 0]
+
+
+def test_other_configuration_in_the_same_folder_runs_again(toy: Toy) -> None:
+    command.main(["toy", "--out", "here"])
+    command.main(["toy", "--out", "here", "--seed", "7"])
+    assert toy.done == [0, 2 / 3, 0, 2 / 3]
+    assert load("here/toy.json")["config"]["seed"] == 7
+    command.main(["toy", "--out", "here", "--preset", "large"])
+    assert load("here/toy.json")["runs"]["flat"]["height"] == [0] * 5
+
+
+def test_statement_that_fails_is_an_error_after_everything_is_saved(toy: Toy) -> None:
+    toy.holds = False
+    with pytest.raises(SystemExit, match="1 of 1 statements do not hold"):
+        command.main(["toy"])
+    assert not load("runs/small/toy.json")["checks"][0]["holds"]
+    assert Path("runs/small/toy.svg").exists()
+
+
+def test_show_draws_saved_results(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("saved.json").write_text(json.dumps({"runs": {}}), encoding="utf-8")
+    command.main(["toy", "--show", "saved.json"])
+    assert "a  holds  said" in capsys.readouterr().out
+    assert Path("saved.svg").exists()
+    assert not toy.done
+
+
+def test_progress_is_for_terminals(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.main(["toy"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["1/2 flat", "2/2 steep"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    command.main(["toy", "--seed", "1"])
+    assert "2/2 steep: step 2  height 2.333\r" in capsys.readouterr().out
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"]):
+        with pytest.raises(SystemExit) as end:
+            command.main(words)
+        assert not end.value.code
+        assert "least_squares" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="got 'nothing'"):
+        command.main(["nothing"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "huge"], "huge"),
+        (["--seed", "-1"], "--seed must be >= 0, got -1"),
+        (["--show", "nowhere.json"], "--show must be a file that a recipe wrote"),
+    ],
+)
+def test_bad_options_are_refused(
+    toy: Toy, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["toy", *options])
+    assert message in capsys.readouterr().err
+    assert not toy.done
+
+
+def test_missing_matplotlib_is_said_before_the_runs(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"torchpisa\[demo\]"):
+        command.main(["toy"])
+    assert not toy.done
