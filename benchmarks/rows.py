@@ -150,4 +150,8 @@ TORCHPISA_ROWS = [
         Row("torchpisa", "NSISA", "foreach", _FOREACH, KERNELS),
     ],
     [Row("torchpisa", "MISA", "defaults", {}, KERNELS)],
+    [
+        Row("torchpisa", "SISA", "sigma follows gradients", _FOREACH, moved=_sisa_bytes()),
+        Row("torchpisa", "MISA", "all parameters", {"foreach": True, **_ALIKE}),
+    ],
 ]

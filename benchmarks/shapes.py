@@ -95,5 +95,6 @@ MODELS: dict[str, Callable[[], list[Shape]]] = {
     "gpt2-50m": lambda: gpt2(480, 9),  # for CPUs
     "resnet34": resnet34,
     "lstm": lstm,
+    "small": lambda: [Shape(f"p.{i}", (1000,), "vector") for i in range(20)],  # Python's share
     "tiny": lambda: gpt2(16, 2, vocabulary=40, positions=8),  # for tests
 }

@@ -288,8 +288,12 @@ class Ranks:
                 consensus(part_of, moving, totals, keep, plans)
         finish(everyone)
         self.forget()
-        self._lockstep.compare(total[-2:], told)
+        self._lockstep.received(total[-2:], told)
         return int(sums[first + 1]) if told else int(problem)
+
+    def raise_if_out_of_step(self) -> None:
+        """Raise RuntimeError, on every rank, if ranks have stepped for different batches."""
+        self._lockstep.compare()
 
     def forget(self) -> None:
         """Drop what is left of a round."""
@@ -391,7 +395,8 @@ class Lockstep:
         self._size = size
         self._missed = 0
         self._came = True
-        self._later: tuple[Tensor, torch.cuda.Event] | None = None
+        self._sums: Tensor | None = None
+        self._arrival: torch.cuda.Event | None = None
 
     def stepped(self) -> None:
         """Note a step() or skip()."""
@@ -408,31 +413,30 @@ class Lockstep:
         """What crosses to the others: the counts are equal if their variance is zero."""
         return float(self._missed), float(self._missed**2)
 
-    def compare(self, sums: Tensor, told: bool) -> None:
-        """Raise RuntimeError, on every rank, if the counts differ.
+    def received(self, sums: Tensor, told: bool) -> None:
+        """Take what has crossed with a round.
 
         Args:
             sums: of `numbers`, over all ranks.
             told: whether the host may wait for them. Otherwise they are looked at in a later
-                round.
+                round, and those of rounds until then are not.
         """
         if told:
-            self._raise(sums)
-            return
-        if self._later is not None:
-            kept, event = self._later
-            if not event.query():  # type: ignore[no-untyped-call]
-                return
-            self._later = None
-            self._raise(kept)
-        kept = torch.empty(2, dtype=sums.dtype, pin_memory=True)
-        kept.copy_(sums, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._later = kept, event
+            self._sums, self._arrival = sums, None
+        elif self._sums is None:
+            self._sums = torch.empty(2, dtype=sums.dtype, pin_memory=True)
+            self._sums.copy_(sums, non_blocking=True)
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record()
 
-    def _raise(self, sums: Tensor) -> None:
-        total, squares = sums.tolist()
+    def compare(self) -> None:
+        """Raise RuntimeError, on every rank, if the counts that have arrived differ."""
+        if self._sums is None:
+            return
+        if self._arrival is not None and not self._arrival.query():  # type: ignore[no-untyped-call]
+            return
+        total, squares = self._sums.tolist()
+        self._sums = self._arrival = None
         if self._size * squares != total**2:
             raise RuntimeError(
                 "every rank of process_group must call step() or skip() once per batch, but some "

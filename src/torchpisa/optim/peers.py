@@ -79,5 +79,8 @@ class Peers(Protocol):
             How many ranks had a problem, as far as this one was told.
         """
 
+    def raise_if_out_of_step(self) -> None:
+        """Raise RuntimeError, on every rank, if ranks have stepped for different batches."""
+
     def forget(self) -> None:
         """Drop what is left of a round that is not to be finished."""

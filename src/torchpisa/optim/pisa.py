@@ -332,6 +332,8 @@ class PISA(RoundOptimizer):
             )
         # Before anything is raised: some ranks may raise and others not, and all must observe.
         super()._end_round(members)
+        if self.peers is not None:
+            self.peers.raise_if_out_of_step()
         if problems:
             where = f"iteration {self.iteration - 1}"
             raise FloatingPointError(
