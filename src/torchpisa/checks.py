@@ -33,7 +33,7 @@ def check_range(
 
 
 def _number(value: Any) -> float:
-    """`value` as a float if it is a real number or a tensor of one, else nan; bools are neither."""
+    """Return a real number, or a tensor of one, as a float, anything else (a bool too) as nan."""
     if isinstance(value, Tensor):
         real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
         return float(value) if real and not value.is_meta else math.nan

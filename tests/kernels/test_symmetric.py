@@ -8,13 +8,13 @@ import torch
 pytest.importorskip("triton", minversion="3.3")
 
 from torchpisa.kernels.triton import symmetric
-from torchpisa.kernels.triton.symmetric import Launch, symmetric_product
+from torchpisa.kernels.triton.symmetric import TileLaunch, symmetric_product
 
 LAUNCHES = [
-    Launch(16, 16, 16),
-    Launch(16, 32, 16),
-    Launch(16, 16, 16, tma=True),
-    Launch(16, 32, 16, tma=True),
+    TileLaunch(16, 16, 16),
+    TileLaunch(16, 32, 16),
+    TileLaunch(16, 16, 16, tma=True),
+    TileLaunch(16, 32, 16, tma=True),
 ]
 # Less than a tile, whole tiles, and remainders in either direction.
 SHAPES = [(1, 1, 1), (2, 7, 24), (2, 32, 48), (2, 41, 40), (1, 50, 19)]

@@ -20,7 +20,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def momentum_step(
     momentum: Tensor, grad: Tensor, mu: float, nesterov: bool
 ) -> tuple[Tensor, Tensor]:
-    r"""\(b_i = \mu_i b_i + g_i\); returns \(b_i\) and what is orthogonalised.
+    r"""Return \(b_i = \mu_i b_i + g_i\), and what is orthogonalised.
 
     That is \(b_i\) itself as printed, or \(g_i + \mu_i b_i\) in Nesterov's form.
     """
@@ -29,7 +29,7 @@ def momentum_step(
 
 
 def newton_schulz(b: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    r"""\(o = \mathtt{NewtonSchulz}(b) \approx U V^\top\) for \(b = U \Lambda V^\top\).
+    r"""Return \(o = \mathtt{NewtonSchulz}(b) \approx U V^\top\) for \(b = U \Lambda V^\top\).
 
     Args:
         b: matrices in the last two dimensions; leading dimensions are a batch.
@@ -57,7 +57,7 @@ def newton_schulz(b: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -
 def direction(
     dual: Tensor, o: Tensor, sigma: Scalar, rho: Scalar, perturbation: Scalar = 0.0
 ) -> Tensor:
-    r"""Equation (4.6).
+    r"""Return the step of equation (4.6).
 
     \(d_i = -(\pi_i + o_i + \epsilon_i^{\ell+1} v_i) / (\sigma_i + \rho_i \sqrt{m_i})\).
 

@@ -44,12 +44,12 @@ class Local(NamedTuple):
 
 
 def residual(dual: Tensor, grad: Tensor) -> Tensor:
-    r"""\(r_i = \pi_i + g_i\), the right-hand side of equation (2.13)."""
+    r"""Return \(r_i = \pi_i + g_i\), the right-hand side of equation (2.13)."""
     return dual + grad
 
 
 def local_step(dual: Tensor, d: Tensor, sigma: Scalar, dual_decay: float = 1.0) -> Local:
-    r"""Equations (2.13) and (2.14) for one batch.
+    r"""Take equations (2.13) and (2.14) for one batch.
 
     Args:
         dual: \(\pi_i^\ell\).
@@ -61,7 +61,7 @@ def local_step(dual: Tensor, d: Tensor, sigma: Scalar, dual_decay: float = 1.0) 
 
 
 def local_step_of_delta(dual: Tensor, delta: Tensor, dual_decay: float = 1.0) -> Local:
-    r"""`local_step` from \(\delta_i = \sigma_i d_i\), which stays finite when sigma grows.
+    r"""Take `local_step` from \(\delta_i = \sigma_i d_i\), which stays finite when sigma grows.
 
     \(d_i\) itself tends to zero then, and may leave the range of the dtype.
     """
@@ -71,7 +71,7 @@ def local_step_of_delta(dual: Tensor, delta: Tensor, dual_decay: float = 1.0) ->
 def consensus(
     w: Tensor, total: Tensor, total_sigma: Scalar, consensus_decay: float = 0.0, lr: Scalar = 1.0
 ) -> Tensor:
-    r"""Equation (2.9) in delta form: the next \(w\).
+    r"""Return the next \(w\), equation (2.9) in delta form.
 
     \(w + \mathrm{lr}\,(U - \lambda w) / (S + \mathrm{lr}\,\lambda)\). The relative learning rate
     divides sigma and rho alike, which leaves every \(u_i\) as it is, so this is the only place
@@ -92,7 +92,7 @@ def consensus(
 def initial_consensus(
     w: Tensor, total_sigma: Scalar, consensus_decay: float, lr: Scalar = 1.0
 ) -> Tensor:
-    r"""The very first consensus, where every \(w_i^0 = w^0\) and every dual is zero."""
+    r"""Return the very first \(w\), where every \(w_i^0 = w^0\) and every dual is zero."""
     return w * (total_sigma / (total_sigma + lr * consensus_decay))
 
 
@@ -103,7 +103,7 @@ def consensus_of_deltas(
     total_sigma: Scalar,
     consensus_decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""Equation (2.9) where only changes of duals arrive: the next \(w\) and \(\Pi\).
+    r"""Return the next \(w\) and \(\Pi\), (2.9) where only changes of duals arrive.
 
     A batch that is absent contributes \(u_i = \pi_i\), one that is present \(\pi_i + 2 \delta_i\),
     so \(U = \Pi + 2 D\) with the old \(\Pi\), whoever is present.

@@ -19,7 +19,7 @@ Scheme = Literal["adagrad", "rmsprop", "adam"]
 
 
 def update_moment(moment: Tensor, r: Tensor, scheme: Scheme, beta: float) -> Tensor:
-    r"""Equation (4.4): what is kept of \(r_i \odot r_i\) from round to round.
+    r"""Return, by equation (4.4), what is kept of \(r_i \odot r_i\) from round to round.
 
     Scheme I (`"adagrad"`) sums, Schemes II (`"rmsprop"`) and III (`"adam"`) average; Scheme III
     keeps \(n_i\) and corrects its bias in `root_moment`.
@@ -32,7 +32,7 @@ def update_moment(moment: Tensor, r: Tensor, scheme: Scheme, beta: float) -> Ten
 def root_moment(
     moment: Tensor, step: Scalar, scheme: Scheme, beta: float, eta: float = math.inf
 ) -> Tensor:
-    r"""The diagonal of Q, \(\sqrt{m_i} = \min(\sqrt{\tilde m_i}, \eta_i)\): (4.3) and (4.4).
+    r"""Return the diagonal of Q, \(\sqrt{m_i} = \min(\sqrt{\tilde m_i}, \eta_i)\): (4.3) and (4.4).
 
     Args:
         moment: \(\tilde m_i\) (Schemes I and II) or \(n_i\) (Scheme III) after its update.
@@ -72,7 +72,7 @@ def followed(
 
 
 def direction(r: Tensor, root: Tensor, sigma: Scalar, rho: Scalar, eps: float = 0.0) -> Tensor:
-    r"""Equation (4.5): \(d_i = -r_i / (\sigma_i + \rho_i (\sqrt{m_i} + \epsilon))\).
+    r"""Return (4.5), \(d_i = -r_i / (\sigma_i + \rho_i (\sqrt{m_i} + \epsilon))\).
 
     The paper has no epsilon; the published scripts use 1e-8.
     """

@@ -46,7 +46,7 @@ _SLACK = 16.0
 
 
 def by_svd(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Tensor:
-    r"""\((\sigma I + \rho Q)^{-1} r\) with \(Q = \min((r r^\top)^{1/2}, \eta)\): the definition.
+    r"""Return \((\sigma I + \rho Q)^{-1} r\) with \(Q = \min((r r^\top)^{1/2}, \eta)\), by definition.
 
     Args:
         r: matrices in the last two dimensions; leading dimensions are a batch.
@@ -64,7 +64,7 @@ def by_svd(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Tens
 
 
 def by_gram(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Tensor:
-    r"""`by_svd`, by an eigendecomposition of the smaller one of \(r r^\top\) and \(r^\top r\).
+    r"""Return `by_svd`, by eigenvalues of the smaller one of \(r r^\top\) and \(r^\top r\).
 
     In float64, where squaring costs no digit that float32 has: for matrices of float32 or less.
     """
@@ -76,7 +76,7 @@ def by_gram(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Ten
 
 
 def update_average(average: Tensor, r: Tensor, beta: float) -> Tensor:
-    r"""\(A_i = \beta A_i + (1 - \beta) r_i r_i^\top\); of \(r_i^\top r_i\) if that is smaller."""
+    r"""Return \(A_i = \beta A_i + (1 - \beta) r_i r_i^\top\), or of \(r_i^\top r_i\) if smaller."""
     x = r if r.size(-2) <= r.size(-1) else r.mT
     return beta * average + (1 - beta) * (x @ x.mT)
 
@@ -90,7 +90,7 @@ def averaged(
     rho: Scalar,
     eta: float = math.inf,
 ) -> Tensor:
-    r"""\((\sigma I + \rho Q)^{-1} r\) with \(Q = \min((A / (1 - \beta^t))^{1/2}, \eta)\).
+    r"""Return \((\sigma I + \rho Q)^{-1} r\) with \(Q = \min((A / (1 - \beta^t))^{1/2}, \eta)\).
 
     One side of Shampoo's preconditioner (Gupta et al., 2018), with its square root instead of the
     fourth one. Unlike \(r\) itself it does not vanish when \(r\) does.
@@ -111,7 +111,7 @@ def averaged(
 
 
 def _eigen(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors; of zero where an entry is not finite.
+    """Return eigenvalues and eigenvectors; of zero where an entry is not finite.
 
     None is negative, or less than the rounding of the largest: a direction of which the product has
     nothing left may have something in the matrix, and would be divided by sigma alone.
@@ -132,7 +132,7 @@ def _apply(
 
 
 def by_polar(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Tensor:
-    r"""`by_svd`, by a polar factor and one Cholesky decomposition, in the dtype of `r`.
+    r"""Return `by_svd`, by a polar factor and one Cholesky decomposition, in the dtype of `r`.
 
     With the polar factor \(U\) of \(r\) and \(H = r U^\top = (r r^\top)^{1/2}\),
 
@@ -176,7 +176,7 @@ def by_polar(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Te
 def smoothed(
     r: Tensor, sigma: Scalar, rho: Scalar, steps: int = 5, dtype: torch.dtype | None = None
 ) -> Tensor:
-    r"""The resolvent of another Q: \((r r^\top + \tau^2 I)^{1/2} - \tau I\).
+    r"""Return the resolvent of another Q: \((r r^\top + \tau^2 I)^{1/2} - \tau I\).
 
     With \(\tau = \sigma/\rho\) a singular value \(s\) becomes \(s / (\rho \sqrt{\tau^2 + s^2})\),
     not \(s / (\rho (\tau + s))\). It is the first block of the polar factor of \([r, \tau I]\),
@@ -199,7 +199,7 @@ def smoothed(
 
 
 def augmented(x: Tensor, sigma: Scalar, rho: Scalar) -> tuple[Tensor, Scalar]:
-    r"""\([\rho x, \sigma I]\) for matrices with at most as many rows as columns, and \(\rho\)."""
+    r"""Return \([\rho x, \sigma I]\) for matrices no taller than wide, and \(\rho\)."""
     rho = rho + 1e-12 * sigma  # so that rho = 0 is divided by as well
     n = x.size(-2)
     identity = torch.eye(n, dtype=x.dtype, device=x.device).expand(*x.shape[:-1], n)
@@ -207,7 +207,7 @@ def augmented(x: Tensor, sigma: Scalar, rho: Scalar) -> tuple[Tensor, Scalar]:
 
 
 def polar_factor(x: Tensor) -> Tensor:
-    """U V^T for matrices U S V^T, at most as many rows as columns and no singular value above one.
+    """Return U V^T for matrices U S V^T, no taller than wide, without singular values above one.
 
     Singular values below 3e-7 become something between 0 and 1; zero stays zero.
     """
@@ -219,7 +219,7 @@ def polar_factor(x: Tensor) -> Tensor:
 
 
 def _normalized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrices by a bound of their largest singular values, and the bounds in float64."""
+    """Return matrices over bounds of their largest singular values, and the bounds in float64."""
     tiny = torch.finfo(x.dtype).tiny
     largest = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(tiny)
     x = x / largest
@@ -233,7 +233,7 @@ def _symmetric(x: Tensor) -> Tensor:
 
 
 def _above(h: Tensor, cap: Tensor) -> Tensor:
-    """The positive part of H - cap I, (M + |M|)/2 with |M| = M sign(M)."""
+    """Return the positive part of H - cap I, (M + |M|)/2 with |M| = M sign(M)."""
     m = h.clone()
     m.diagonal(dim1=-2, dim2=-1).sub_(cap.squeeze(-1))
     unit, size = _normalized(m)
@@ -242,7 +242,7 @@ def _above(h: Tensor, cap: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Products of float32 with all of its digits, whatever the user allows for the model's."""
+    """Compute products of float32 with all of its digits, whatever is allowed for the model."""
     setting = torch.backends.cuda.matmul
     # Newer versions of torch complain if what is set in one way is then read in the other.
     name, full = (

@@ -112,7 +112,7 @@ def _layout(params: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
 
 
 class _Hook:
-    """What is called for every bucket of gradients, on the thread that computes them.
+    """The function that is called for every bucket of gradients, on the thread that computes them.
 
     Contributions are sent in buckets of our own, which are laid out once, in the order in which
     gradients came in the first backward pass. DistributedDataParallel lays its buckets out anew
@@ -193,7 +193,7 @@ class _Hook:
         self._reached.clear()
 
     def _lay_out(self) -> None:
-        """Settle the buckets, by the first rank's order; it may differ from others' by chance."""
+        """Lay out the buckets, by the first rank's order; it may differ from others' by chance."""
         number = {id(param): index for index, param in enumerate(self._params)}
         order = [number[key] for key in self._order]
         order += [index for index in reversed(range(len(self._params))) if index not in order]

@@ -144,7 +144,7 @@ def solve(
 
 
 def _like(whole: Tensor, held: Tensor) -> "DTensor":
-    """A tensor spread like `whole`, of which this process holds `held`."""
+    """Return a tensor spread like `whole`, of which this process holds `held`."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(whole, DTensor)
@@ -169,7 +169,7 @@ def cut(full: Tensor, whole: Tensor) -> Tensor:
 
 
 def _group_of_rows(whole: Tensor) -> "ProcessGroup | None":
-    """The processes that hold consecutive rows of `whole` each, if that is how it is spread."""
+    """Return the processes that hold consecutive rows of `whole`, if it is spread so."""
     from torch.distributed.tensor import DTensor, Shard
 
     assert isinstance(whole, DTensor)
@@ -287,18 +287,18 @@ def _owned(stage: Sequence[_Matrix], owner: int) -> list[_Matrix]:
 
 
 def _sizes(matrices: Sequence[_Matrix], process: int, processes: int) -> list[int]:
-    """Elements of each matrix that a process holds."""
+    """Return the elements of each matrix that a process holds."""
     return [_rows(matrix.rows, process, processes) * matrix.cols for matrix in matrices]
 
 
 def _rows(rows: int, process: int, processes: int) -> int:
-    """Rows that a process holds of so many: equal chunks, of which the last may be shorter."""
+    """Return how many rows a process holds: equal chunks, of which the last may be shorter."""
     chunk = -(-rows // processes)
     return max(0, min(rows - process * chunk, chunk))
 
 
 def _stages(shapes: Sequence[tuple[int, int]], processes: int) -> list[list[_Matrix]]:
-    """Matrices that travel together, each with an owner, so that all owners have as much to do."""
+    """Return matrices that travel together, with owners that have about as much to do each."""
     # Of one shape together, because they are solved for in one batch; large ones first.
     order = sorted(range(len(shapes)), key=lambda i: (-shapes[i][0] * shapes[i][1], shapes[i]))
     bounds = [0]

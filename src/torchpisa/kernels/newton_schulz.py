@@ -58,7 +58,7 @@ class Chunk:
 def chunks(
     shapes: Sequence[tuple[int, int]], itemsize: int, most: int | None = None
 ) -> list[Chunk]:
-    """Groups of one shape up to transposition, cut so that the buffers of each keep to a bound.
+    """Return groups of one shape up to transposition, within a bound on their buffers.
 
     Args:
         shapes: rows and columns of each matrix.
@@ -82,7 +82,7 @@ def chunks(
 
 
 def fast_dtype(params: Sequence[Tensor]) -> torch.dtype | None:
-    """bfloat16 if all devices multiply it natively, it pays, and nobody has float64; else None.
+    """Return bfloat16 if all devices multiply it natively, it pays, and nobody has float64.
 
     The iteration itself leaves singular values between about 0.7 and 1.2; bfloat16 adds errors in
     directions whose singular values are small beside the largest.
@@ -102,7 +102,7 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def workspace(chunks: Sequence[Chunk], like: Tensor) -> Callable[[Chunk], Buffers]:
-    """Memory for any of `chunks`, allocated once: a function that cuts it up for one of them."""
+    """Allocate memory for any of `chunks`; return a function that cuts it up for one of them."""
     sizes = [2 * len(chunk.indexes) * chunk.n * (chunk.k + chunk.n) for chunk in chunks]
     memory = like.new_empty(max(sizes, default=0))
 
@@ -127,7 +127,7 @@ def iterate(
     *,
     halves: bool | None = None,
 ) -> Tensor:
-    """The quintic iteration on matrices that are already normalised.
+    """Take the quintic iteration on matrices that are already normalised.
 
     Args:
         x: (c, n, k) with n <= k; overwritten.
@@ -151,7 +151,7 @@ def iterate(
 def orthogonalize(
     bs: Sequence[Tensor], steps: int = 5, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """`algorithms.nsisa.newton_schulz` of each of the matrices `bs`, which share device and dtype.
+    """Return `algorithms.nsisa.newton_schulz` of each matrix; they share device and dtype.
 
     The results are contiguous and the caller's to write to.
     """
@@ -177,7 +177,7 @@ def _tall(b: Tensor) -> bool:
 
 
 def _normalized(bs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The matrices in one batch of `dtype`, divided as in `algorithms.nsisa.newton_schulz`."""
+    """Return the matrices in one batch of `dtype`, divided as in `newton_schulz`."""
     x = bs[0].unsqueeze(0)
     if len(bs) > 1:
         x = torch.stack([b.mT if _tall(b) else b for b in bs])
@@ -231,7 +231,7 @@ def _whole(x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> No
 
 
 def _by_strips(rows: int, x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:
-    """For a single matrix: strips of `rows` rows up to the diagonal, and their mirror images."""
+    """Iterate on one matrix: strips of `rows` rows up to the diagonal, and their mirror images."""
     linear, cubic, quintic = COEFFICIENTS
     x, following, gram, polynomial = x[0], following[0], gram[0], polynomial[0]
     bounds = [(start, start + rows) for start in range(0, x.size(0), rows)]

@@ -11,7 +11,7 @@ _TRITON = (3, 3)
 
 @cache
 def without_triton() -> str | None:
-    """Why Triton cannot be used, or None; it is imported only to be used."""
+    """Return why Triton cannot be used, or None; it is imported only to be used."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     import triton

@@ -21,7 +21,7 @@ _CPU_CHUNK_BYTES = 4 * 2**20
 
 
 def resolvents(rs: Sequence[Tensor], own: Spectral, sigma: Scalar, rho: Scalar) -> list[Tensor]:
-    """(sigma I + rho Q)^-1 r of the memoryless form for every matrix; the memory is the caller's.
+    """Return (sigma I + rho Q)^-1 r of the memoryless form for every matrix, in new memory.
 
     Args:
         rs: matrices of one device and dtype.
@@ -56,7 +56,7 @@ def averaged(
     sigma: Scalar,
     rho: Scalar,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The same for the form with averages, and the new averages.
+    """Return the same for the form with averages, and the new averages.
 
     One by one: eigendecompositions are not any faster in batches, and counters may differ.
     """
@@ -70,7 +70,7 @@ def averaged(
 
 
 def _alike(rs: Sequence[Tensor], own: Spectral) -> list[tuple[float, list[int]]]:
-    """Matrices that go in one batch: their scale, and where they are in the list."""
+    """Return matrices that go in one batch: their scale, and where they are in the list."""
     by_scale: dict[float, list[int]] = {}
     for index, r in enumerate(rs):
         by_scale.setdefault(own.scale(r.size(0), r.size(1)), []).append(index)

@@ -18,7 +18,7 @@ def store(target: Tensor, value: Tensor, stochastic: bool) -> None:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """`x` with the lower half of its bits carried at random into the upper, which is bfloat16."""
+    """Return `x` with the lower half of its bits carried at random into the upper, bfloat16."""
     noise = torch.randint(2**16, x.shape, dtype=torch.int32, device=x.device)
     bits = (x.contiguous().view(torch.int32) + noise) & -(2**16)
     return torch.where(x.isnan(), x, bits.view(torch.float32))

@@ -19,14 +19,14 @@ _NEXT_FREE = -1
 
 
 def register(optimizer: object) -> int:
-    """A number by which the operation in a graph finds `optimizer`."""
+    """Return a number by which the operation in a graph finds `optimizer`."""
     number = max(_OPTIMIZERS, default=-1) + 1
     _OPTIMIZERS[number] = optimizer
     return number
 
 
 def step(params: Sequence[Tensor], number: int, batch: int | None) -> None:
-    """What is traced in place of a step.
+    """Put the operation into a graph that takes a step when it runs.
 
     Args:
         params: all parameters of the optimizer. Not read off its groups here: whatever changes in

@@ -72,7 +72,7 @@ class Preconditioner(ABC):
     proximal: "ClassVar[Spectral | None]" = None
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
-        """State of one batch for `param` before the first round, by name. None by default.
+        """Return the state of one batch before the first round, by name; none by default.
 
         Names are yours to choose, except `dual`, `delta`, `step`, `pending`, `arrived`
         and `moved`.
@@ -81,19 +81,19 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
-        """The step d of one parameter, shaped like `problem.residual`, and the new state."""
+        """Return the step d of one parameter, shaped like `problem.residual`, and the new state."""
 
     def solve_all(
         self, problems: Sequence[LocalProblem], states: Sequence[State]
     ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """`solve` for several parameters; joint preconditioners override it."""
+        """Return `solve` for several parameters; joint preconditioners override it."""
         return [self.solve(problem, state) for problem, state in zip(problems, states, strict=True)]
 
     def check(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (optional)
         """Raise if `params` cannot be solved for; called before the optimizer changes anything."""
 
     def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor | None:
-        """Diagonal of Q as of the last solve, for reports; None if Q has no useful one."""
+        """Return the diagonal of Q as of the last solve, for reports; None if it has none."""
         return None
 
 

@@ -155,7 +155,7 @@ class Hessian(Preconditioner):
         return total.abs() / max(1, self.probes)
 
     def _product(self, params: list[Tensor], dtype: torch.dtype) -> Product:
-        """v -> Q v on flat vectors, at the observed loss."""
+        """Return v -> Q v on flat vectors, at the observed loss."""
         loss, outputs = self._loss, self._outputs
         assert loss is not None
         if self.curvature == "hessian":
@@ -232,7 +232,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _gradient(
     of: Tensor, params: list[Tensor], grad_outputs: Tensor | None = None, create_graph: bool = False
 ) -> Tensor:
-    """Flat gradient of `of` in `params`; parameters it does not depend on have zero."""
+    """Return the flat gradient of `of` in `params`; parameters it does not depend on have zero."""
     if not of.requires_grad:
         return _flat([torch.zeros_like(param) for param in params])
     return _flat(

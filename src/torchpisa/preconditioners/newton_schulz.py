@@ -76,12 +76,12 @@ class NewtonSchulz(Preconditioner):
         return d, {"momentum": momentum}
 
     def orthogonalize(self, b: Tensor) -> Tensor:
-        """The orthogonalised momentum o for b, in the shape of `b`."""
+        """Return the orthogonalised momentum o for b, in the shape of `b`."""
         o = nsisa.newton_schulz(b.flatten(1), self.ns_steps, self.dtype)
         return (o * self.scale(*o.shape)).reshape(b.shape)
 
     def scale(self, rows: int, cols: int) -> float:
-        """What the orthogonalised momentum of a matrix is multiplied by."""
+        """Return what the orthogonalised momentum of a matrix is multiplied by."""
         return max(1.0, rows / cols) ** 0.5 if self.aspect_scaling else 1.0
 
     def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor:

@@ -110,7 +110,7 @@ class Spectral(Preconditioner):
     def solve_matrix(
         self, r: Tensor, state: State, sigma: Scalar, rho: Scalar, step: Scalar
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        r"""\((\sigma I + \rho Q)^{-1} r\) of matrices of one shape, and the new state.
+        r"""Return \((\sigma I + \rho Q)^{-1} r\) of matrices of one shape, and the new state.
 
         Args:
             r: matrices in the last two dimensions; leading dimensions are a batch.
@@ -136,7 +136,7 @@ class Spectral(Preconditioner):
         consensus_decay: float = 0.0,
         lr: Scalar = 1.0,
     ) -> Tensor:
-        r"""Equation (2.9) with a proximal term: the next \(w\).
+        r"""Return the next \(w\), equation (2.9) with a proximal term.
 
         What is minimised has \(\frac{\rho}{2} \lVert w^{\ell+1} - w^\ell \rVert_P^2\) more, with
         \(P = \min((V V^\top)^{1/2}, \eta)\) of \(V = U - \lambda w\), so that
@@ -171,17 +171,17 @@ class Spectral(Preconditioner):
         return ways[method]
 
     def scale(self, rows: int, cols: int) -> float:
-        """What Q of a matrix is divided by."""
+        """Return what Q of a matrix is divided by."""
         return max(1.0, rows / cols) ** 0.5 if self.aspect_scaling else 1.0
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """A tensor as rows of its first dimension; a vector is a column, a number a matrix of one."""
+    """Return a tensor as rows of its first dimension; a vector becomes a column."""
     return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
 
 
 def _everywhere(r: Tensor, solved: Callable[[Tensor], Tensor]) -> Tensor:
-    """The negative of what `solved` makes of a sharded matrix, sharded in the same way."""
+    """Return the negative of what `solved` makes of a sharded matrix, sharded in the same way."""
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(r, DTensor)

@@ -46,7 +46,7 @@ def rank_of(optimizer: PISA) -> int:
 
 
 def overlaps(old: Sequence[float], new: Sequence[float]) -> list[dict[int, float]]:
-    """For each new node, the old ones that it takes its mean of, with their coefficients.
+    """Return for each new node the old ones that it takes its mean of, with their coefficients.
 
     Args:
         old: alpha_i of the old nodes.

@@ -34,7 +34,7 @@ __all__ = [
 
 @triton.jit
 def bias(table, tensor, log_beta):
-    """1 - beta^step, by which Scheme III is corrected, without cancellation.
+    """Return 1 - beta^step, by which Scheme III is corrected, without cancellation.
 
     A batch that has been skipped from the start has no step to correct for; it counts as one.
     """
@@ -49,7 +49,7 @@ def bias(table, tensor, log_beta):
 
 @triton.jit
 def find_nonfinite(g, nonfinite, tensor, SEARCH: tl.constexpr):
-    """Which entries are finite; notes in `nonfinite` a parameter that has others."""
+    """Return which entries are finite, and note in `nonfinite` a parameter that has others."""
     good = tl.abs(g) < float("inf")
     if SEARCH:
         # Only lanes that found something write, so the search costs no memory traffic.
@@ -78,7 +78,7 @@ def finish(
     FRESH: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """Equations (2.14) and (2.9): the new dual, and the consensus or the sum on the way to it."""
+    """Take (2.14) and (2.9): the new dual, and the consensus or the sum on the way to it."""
     random_dual, random_weight = random
     if CHECKED:  # entries left out contribute their dual, and keep it
         delta = tl.where(good, delta, 0.0)
@@ -226,7 +226,7 @@ def local_step_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One batch's local step, with the consensus (`MOVES`) or into the pending sum.
+    """Take one batch's local step, with the consensus (`MOVES`) or into the pending sum.
 
     `ratio` is rho/sigma and `scale` lr/(S + lr lambda), numbers or, `ON_DEVICE`, where they are.
     `keep` leaves the whole batch out if False; `SEARCH` leaves out entries that are not finite.
@@ -274,7 +274,7 @@ def consensus_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Equation (2.9) from the pending sum; nothing moves if `keep` is False."""
+    """Take equation (2.9) from the pending sum; nothing moves if `keep` is False."""
     tensor, start, left = span(table, tensor_of, BLOCK)
     params = address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start
     pendings = address(table, tensor, PENDING, STATE_DTYPE, ALIGNED) + start
@@ -335,7 +335,7 @@ def residual_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of squares of r_i over each block, for the clip."""
+    """Write the sum of squares of r_i over each block, for the clip."""
     tensor, start, left = span(table, tensor_of, BLOCK)
     lane = tl.arange(0, BLOCK)
     mask = lane < left

@@ -28,7 +28,7 @@ _DTYPES = {
 
 
 def local_step(job: LocalJob, launch: Launch) -> None:
-    """One batch's local step over the parameters of a launch."""
+    """Take one batch's local step over the parameters of a launch."""
     if isinstance(job.preconditioner, NewtonSchulz):
         _orthogonalised_step(job, launch, job.preconditioner)
     else:
@@ -36,7 +36,7 @@ def local_step(job: LocalJob, launch: Launch) -> None:
 
 
 def consensus(move: Move, keep: Tensor | None, launch: Launch) -> None:
-    """Equation (2.9) from the pending sums."""
+    """Take equation (2.9) from the pending sums."""
     scale, on_device = _numbers(launch, _scale(move))
     elementwise.consensus_kernel[(launch.blocks,)](
         launch.table,
@@ -55,7 +55,7 @@ def consensus(move: Move, keep: Tensor | None, launch: Launch) -> None:
 
 
 def any_nonfinite(launch: Launch) -> Tensor:
-    """Whether a gradient of the launch is not finite."""
+    """Return whether a gradient of the launch is not finite."""
     found = torch.zeros((), dtype=torch.int32, device=launch.kind.device)
     elementwise.nonfinite_kernel[(launch.blocks,)](
         launch.table,
@@ -69,7 +69,7 @@ def any_nonfinite(launch: Launch) -> Tensor:
 
 
 def residual_norm(job: LocalJob, launch: Launch) -> Tensor:
-    """Norm of r over all parameters of a launch."""
+    """Return the norm of r over all parameters of a launch."""
     squares = torch.empty(launch.blocks, dtype=torch.float32, device=launch.kind.device)
     elementwise.residual_kernel[(launch.blocks,)](
         launch.table,
@@ -173,12 +173,12 @@ def _count(launch: Launch, keep: Tensor | None) -> None:
 
 
 def _scale(move: Move | None) -> Scalar:
-    """What the consensus multiplies U - lambda w by."""
+    """Return what the consensus multiplies U - lambda w by."""
     return move.scale() if move else 0.0
 
 
 def _numbers(launch: Launch, *values: Scalar) -> tuple[list[Scalar], bool]:
-    """`values` as numbers or, if the device alone knows one of them, all of them there."""
+    """Return `values` as numbers or, if the device alone knows one, all of them there."""
     if not any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values):
         return [float(value) for value in values], False
     # Written there by a kernel: a copy from the host could not be captured in a CUDA graph.
@@ -195,7 +195,7 @@ def _here(number: Tensor | None, launch: Launch) -> Tensor | None:
 
 
 def _seed(stochastic: bool, launch: Launch) -> Tensor | None:
-    """Drawn on the device, so that every replay of a CUDA graph draws another."""
+    """Draw on the device, so that every replay of a CUDA graph draws another."""
     return torch.randint(2**62, (), device=launch.kind.device) if stochastic else None
 
 

@@ -19,7 +19,7 @@ FIRST = tl.constexpr(7)  # number of the parameter's first block
 
 @triton.jit
 def address(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer in a column; `ALIGNED` promises 16 bytes, so that accesses are as wide."""
+    """Return the pointer in a column; `ALIGNED` promises 16 bytes, so that accesses are as wide."""
     pointer = tl.load(table + tensor * COLUMNS + COLUMN).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -28,7 +28,7 @@ def address(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: t
 
 @triton.jit
 def span(table, tensor_of, BLOCK: tl.constexpr):
-    """This program's parameter, its first element there, and how many elements are left."""
+    """Return this program's parameter, its first element there, and how many elements are left."""
     program = tl.program_id(0)
     tensor = tl.load(tensor_of + program)
     start = (program - tl.load(table + tensor * COLUMNS + FIRST)) * BLOCK
@@ -60,7 +60,7 @@ def write(pointers, x, random, mask, MASKED: tl.constexpr, STOCHASTIC: tl.conste
 
 @triton.jit
 def gradient(g, w, grad_scale, weight_decay, MAXIMIZE: tl.constexpr, DECAYS: tl.constexpr):
-    """g_i from the stored gradient: unscaled, turned round to maximise, with the L2 term."""
+    """Return g_i from the stored gradient: unscaled, turned round to maximise, with the L2 term."""
     if grad_scale is not None:
         g = g / tl.load(grad_scale)
     if MAXIMIZE:

@@ -98,7 +98,7 @@ def momentum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """b = momentum b + g, and two numbers per block for the norm of what is orthogonalised.
+    """Compute b = momentum b + g, and two numbers per block for its norm.
 
     They are the largest entry and the sum of squares relative to it, so that tiny matrices do not
     underflow.
@@ -130,7 +130,7 @@ def norm_kernel(
     first_block,
     BLOCK: tl.constexpr,
 ):
-    """Largest entry of every matrix, and the norm of the matrix divided by it."""
+    """Write the largest entry of every matrix, and the norm of the matrix over it."""
     tensor = tl.program_id(0)
     first, last = tl.load(first_block + tensor), tl.load(first_block + tensor + 1)
     lane = tl.arange(0, BLOCK)
@@ -151,7 +151,7 @@ def norm_kernel(
 
 @triton.jit
 def _tile(n, k, TILE: tl.constexpr):
-    """Rows and columns, as x counts them, of this program's tile."""
+    """Return rows and columns, as x counts them, of this program's tile."""
     across = tl.cdiv(k, TILE)
     i = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
     j = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
@@ -178,7 +178,7 @@ def _orthogonalised(
     STATE_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """What goes into Newton-Schulz, divided by its norm."""
+    """Return what goes into Newton-Schulz, divided by its norm."""
     b = read(address(table, tensor, MEMORY, STATE_DTYPE, ALIGNED) + offsets, mask, True)
     if NESTEROV:
         g = read(address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + offsets, mask, True)
@@ -310,7 +310,7 @@ def tail_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Equations (4.6), (2.14) and (2.9) for matrices whose orthogonalised momentum is in x.
+    """Take equations (4.6), (2.14) and (2.9) for matrices whose orthogonalised momentum is in x.
 
     `aspect` multiplies o where the parameter has more rows than columns.
     """

@@ -17,11 +17,11 @@ try:  # triton 3.4 and later
 except ImportError:
     TensorDescriptor = None
 
-__all__ = ["Launch", "launch", "symmetric_product"]
+__all__ = ["TileLaunch", "launch", "symmetric_product"]
 
 
 @dataclass(frozen=True)
-class Launch:
+class TileLaunch:
     """How the kernel is launched: tiles of `rows` x `cols`, `depth` of the sum at a time.
 
     `cols` is a multiple of `rows`. With `tma` tiles are loaded by Hopper's copy engine instead of
@@ -36,14 +36,14 @@ class Launch:
     tma: bool = False
 
 
-def launch(n: int, k: int, dtype: torch.dtype) -> Launch:
-    """The launch for matrices of n rows and k columns."""
+def launch(n: int, k: int, dtype: torch.dtype) -> TileLaunch:
+    """Return the launch for matrices of n rows and k columns."""
     if dtype == torch.float32:  # no tensor cores in full precision, and twice the memory
-        return Launch(64, 64, 32)
+        return TileLaunch(64, 64, 32)
     if n <= 64:
-        return Launch(64, 64, 64)
+        return TileLaunch(64, 64, 64)
     # Descriptors for the copy engine take the host longer than a small product takes the device.
-    return Launch(tma=True) if n >= 1024 else Launch(warps=8)
+    return TileLaunch(tma=True) if n >= 1024 else TileLaunch(warps=8)
 
 
 def symmetric_product(
@@ -54,7 +54,7 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 0.0,
     diagonal: float = 0.0,
-    how: Launch | None = None,
+    how: TileLaunch | None = None,
 ) -> Tensor:
     """Write alpha x x^T + beta addend + diagonal I to `out`, with sums in float32, and return it.
 
@@ -109,14 +109,14 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, int, int], dtype: torch.
 
 
 def _tiles(n: int, rows: int, cols: int) -> int:
-    """Tiles that touch the lower triangle: row i of tiles has i // (cols / rows) + 1 of them."""
+    """Count tiles that touch the lower triangle: row i of tiles has i // (cols / rows) + 1."""
     ratio = cols // rows
     bands, rest = divmod(-(-n // rows), ratio)
     return ratio * bands * (bands + 1) // 2 + rest * (bands + 1)
 
 
 def _describable(x: Tensor) -> bool:
-    """Whether the copy engine can read it: addresses of rows are multiples of 16 bytes."""
+    """Return whether the copy engine can read it: addresses of rows are multiples of 16 bytes."""
     return (
         TensorDescriptor is not None
         and x.data_ptr() % 16 == 0
@@ -203,7 +203,7 @@ def _by_descriptor(
 
 @triton.jit
 def lower_tile(t, RATIO: tl.constexpr):
-    """Row and column of tile t, when the tiles that touch the lower triangle are numbered by rows.
+    """Return row and column of tile t of those that touch the lower triangle, counted by rows.
 
     Rows of tiles come in bands of RATIO, a tile being RATIO times as wide as high; band s has
     s + 1 tiles in each row, and RATIO s (s + 1) / 2 tiles come before it.

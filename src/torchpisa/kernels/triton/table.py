@@ -75,7 +75,7 @@ class Launch:
 
 
 def build(rows: Sequence[Row], matrices: Matrices | None, captured: list[Tensor]) -> list[Launch]:
-    """The launches for `rows`; `matrices` are put in the order of their chunks.
+    """Return the launches for `rows`; `matrices` are put in the order of their chunks.
 
     Host memory that a CUDA graph being captured will copy from at every replay is put into
     `captured`, whose owner keeps it.
@@ -139,7 +139,7 @@ def _launch(
 
 
 def _values(order: Sequence[int], rows: Sequence[Row]) -> list[list[int]]:
-    """The table: see `kernels/triton/memory.py` for its columns."""
+    """Return the table: see `kernels/triton/memory.py` for its columns."""
     values = []
     block = 0
     for number in order:
@@ -150,7 +150,7 @@ def _values(order: Sequence[int], rows: Sequence[Row]) -> list[list[int]]:
 
 
 def _aligned(values: Sequence[Sequence[int]]) -> bool:
-    """Whether all addresses allow wide accesses, the single number of a step counter excepted."""
+    """Return whether all addresses allow wide accesses, step counters excepted."""
     return all(address % 16 == 0 for row in values for address in row[:5])
 
 
