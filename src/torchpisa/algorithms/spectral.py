@@ -46,7 +46,7 @@ _SLACK = 16.0
 
 
 def by_svd(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Tensor:
-    r"""Return \((\sigma I + \rho Q)^{-1} r\) with \(Q = \min((r r^\top)^{1/2}, \eta)\), by definition.
+    r"""Return \((\sigma I + \rho Q)^{-1} r\) with \(Q = \min((r r^\top)^{1/2}, \eta)\).
 
     Args:
         r: matrices in the last two dimensions; leading dimensions are a batch.
