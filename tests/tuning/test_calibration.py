@@ -102,7 +102,7 @@ def test_a_result_is_for_one_kind_of_optimizer() -> None:
     net, data = model(), batches()
     sisa, nsisa = (calibrate(net, scaled(), data, optimizer=cls) for cls in (SISA, NSISA))
     assert nsisa == {f"sisa_{name}": value for name, value in sisa.items()}
-    assert NSISA(net.parameters(), **nsisa).param_groups[1]["sigma"] == [sisa["sigma"]]
+    assert NSISA(net.parameters(), **nsisa).param_groups[0]["sisa_sigma"] == [sisa["sigma"]]
     PISA(net.parameters(), SecondMoment(), **sisa)
     with pytest.raises(ValueError, match=r"sigma must be calibrated for NSISA, got .* for SISA"):
         NSISA(net.parameters(), **sisa)

@@ -150,13 +150,9 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
     residuals: tuple[Tensor, ...] | None = None
     if job.sigma is None:
         sigma, residuals = _follow(job, members, keys, cut, counts)
-        # As foreach takes numbers: floats or, to wait for no device, tensors.
-        on_cpu = sigma.device.type == "cpu"
-        ratios = (job.rho / sigma).tolist() if on_cpu else (job.rho / sigma).to(dtype).unbind()
+        ratios = job.rho / sigma
         if move is not None:
-            scale = move.scale(sigma)
-            assert isinstance(scale, Tensor)
-            scales = scale.tolist() if on_cpu else list(scale.to(dtype).unbind())
+            scales = _listed(move.scale(sigma), dtype)
     else:
         ratios = job.rho / job.sigma
         if move is not None:
@@ -197,18 +193,47 @@ class _RootFactor(NamedTuple):
 
 
 def _root_factors(rule: Preconditioner, ratios: Any, counts: Any, count: int) -> list[_RootFactor]:
-    """Return delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)) in terms of the uncorrected root."""
+    """Return delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)) in terms of the uncorrected root.
+
+    Args:
+        rule: the preconditioner.
+        ratios: rho / sigma, a number or a tensor with one for each parameter.
+        counts: how often moments were updated: a number, or one for each parameter.
+        count: number of parameters.
+    """
     if not isinstance(rule, SecondMoment):
         return []
-    listed = ratios if isinstance(ratios, list | tuple) else [ratios] * count
-    steps = counts if isinstance(counts, list) else [counts] * count
+    if isinstance(ratios, Tensor) and ratios.dim() == 1:
+        steps = _in_one_tensor(counts, ratios)
+        correction: Any = (1 - rule.beta**steps) ** 0.5 if rule.scheme == "adam" else 1.0
+        scales = _listed(-ratios / correction, ratios.dtype)
+        shifts = _listed(-(1 + ratios * rule.eps), ratios.dtype)
+        caps = [rule.eta] * count
+        if rule.eta < float("inf"):
+            caps = _listed(rule.eta * correction + 0 * ratios, ratios.dtype)
+        return [_RootFactor(*each) for each in zip(scales, shifts, caps, strict=True)]
     factors = []
-    for ratio, step in zip(listed, steps, strict=True):
+    for step in counts if isinstance(counts, list) else [counts] * count:
         # The bias correction of Scheme III goes into the numbers instead of over the tensors.
         correction = (1 - rule.beta**step) ** 0.5 if rule.scheme == "adam" else 1.0
-        shift = -1.0 if rule.eps == 0 else -(1 + ratio * rule.eps)
-        factors.append(_RootFactor(-ratio / correction, shift, rule.eta * correction))
+        shift = -(1 + ratios * rule.eps)
+        factors.append(_RootFactor(-ratios / correction, shift, rule.eta * correction))
     return factors
+
+
+def _in_one_tensor(counts: Any, like_this: Tensor) -> Any:
+    """Return counters of several parameters in one tensor; one for all of them as it is."""
+    if not isinstance(counts, list):
+        return counts
+    if isinstance(counts[0], Tensor):
+        return torch.stack(counts).to(like_this)
+    return torch.tensor(counts, dtype=like_this.dtype, device=like_this.device)
+
+
+def _listed(numbers: Any, dtype: torch.dtype) -> list[Any]:
+    """Return a tensor's numbers as foreach takes them: floats or, to wait for nothing, tensors."""
+    on_cpu = numbers.device.type == "cpu"
+    return list(numbers.tolist() if on_cpu else numbers.to(dtype).unbind())
 
 
 def _divide_by_roots(
@@ -269,10 +294,8 @@ def _follow(
         norm = dtensor.summed(norm.square(), groups).sqrt()
     sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
     rms = (norm / torch.tensor(sizes, dtype=norm.dtype, device=norm.device)).to(level.dtype)
-    if isinstance(counts, list):
-        on_device = isinstance(counts[0], Tensor)
-        counts = torch.stack(counts) if on_device else torch.tensor(counts, dtype=level.dtype)
-    sigma, level = sisa.followed(sigma, level, rms, counts, rule.scheme, rule.beta)
+    steps = _in_one_tensor(counts, level)
+    sigma, level = sisa.followed(sigma, level, rms, steps, rule.scheme, rule.beta)
     sigma = sigma.clamp_(min=TINY)
     torch._foreach_copy_(old_sigmas, sigma.unbind())
     torch._foreach_copy_(old_levels, level.unbind())
