@@ -1,4 +1,4 @@
-"""What is committed belongs together: trials and choices, plans, results and reports."""
+"""Committed files fit together: trials and choices, plans, results and reports."""
 
 import dataclasses
 import json
