@@ -144,7 +144,9 @@ class Diagnostics:
     def close(self) -> None:
         """Stop observing, after the last row has been delivered."""
         observers = self._optimizer._observers
-        self._optimizer._observers = tuple(each for each in observers if each != self._on_round_end)
+        self._optimizer._observers = tuple(
+            observer for observer in observers if observer != self._on_round_end
+        )
         self._before = self._layout = None
         self._deliver_pending(wait=True)
 
