@@ -1,5 +1,6 @@
 """The benchmark of a step: its shapes, what it saves and prints, and rows that fail."""
 
+import gc
 import json
 import sys
 import time
@@ -32,10 +33,12 @@ Measure = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_and_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(step, "COPY_BYTES", {"cpu": 2**20})
     threads = torch.get_num_threads()
+    gc.freeze()  # garbage is collected after every row: not among all objects of the session
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

@@ -55,8 +55,10 @@ def run(folder, grid=None, server=None, rounds=ROUNDS):
     return server
 
 
-def absent_in_round_3(folder):
+@pytest.fixture(scope="module")
+def absent_in_round_3(tmp_path_factory):
     """Return the reference: client 1 is offline in iteration 3, nothing else happens."""
+    folder = tmp_path_factory.mktemp("reference")
     grid = federation(folder / "clients")
     server = strategy(folder / "server.pt")
 
@@ -68,7 +70,7 @@ def absent_in_round_3(folder):
 
 
 @pytest.mark.parametrize("when", ["before it computes", "before its answer", "too late"])
-def test_client_killed(when, tmp_path):
+def test_client_killed(when, tmp_path, absent_in_round_3):
     grid = federation(tmp_path / "a/clients")
     clients = tmp_path / "a/clients"
 
@@ -83,10 +85,9 @@ def test_client_killed(when, tmp_path):
 
     grid.tricks[1] = at(3, lose)
     server = run(tmp_path / "a", grid)
-    reference = absent_in_round_3(tmp_path / "b")
     assert server.rounds[3].absent == ["1"]
     assert all(not entry.absent for entry in server.rounds if entry.number != 4)
-    assert same(server.server, reference.server)
+    assert same(server.server, absent_in_round_3.server)
     assert imbalance(server, clients) < 1e-6
 
 

@@ -208,7 +208,7 @@ def test_node_that_cannot_introduce_itself_is_asked_again():
         return answer()
 
     grid.tricks[1] = trick
-    server.start(grid, arrays(model()), 40)
+    server.start(grid, arrays(model()), 12)
     assert "1" in server.clients
 
 
