@@ -160,7 +160,7 @@ def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
     with Deployment(tmp_path, CLIENTS, nursery) as deployment:
         deployment.superlink()
         deployment.nodes(CLIENTS)
-        deployment.train(rounds=rounds, deadline=8.0)
+        deployment.train(rounds=rounds, deadline=15.0)
         for iteration, kind in events:
             deployment.reach(iteration)
             if kind == "server":
@@ -169,7 +169,7 @@ def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
                 deployment.superlink()
                 for number in range(CLIENTS):
                     deployment.register(number)
-                deployment.train(rounds=rounds, deadline=8.0)
+                deployment.train(rounds=rounds, deadline=15.0)
             else:
                 victim = victims.pop()
                 deployment.kill(f"node-{victim}")
@@ -237,7 +237,7 @@ def test_second_run_and_a_stolen_name(tmp_path, nursery):
         deployment.register(CLIENTS)
         deployment.node(CLIENTS, partition=2)
         done = deployment.iteration
-        deployment.train(rounds=done + 4, deadline=8.0)
+        deployment.train(rounds=done + 4, deadline=10.0)
         deployment.wait(
             lambda: "claims to be client '2', who has another key" in deployment.log("superlink"),
             "the thief to be refused",
