@@ -17,6 +17,7 @@ __all__ = [
     "Panel",
     "Run",
     "check_column_falls",
+    "check_sisa_is_lowest",
     "compose_report",
     "describe_settings",
     "display_name",
@@ -128,9 +129,30 @@ def check_column_falls(results: Results, column: str, words: str) -> list[Check]
     for name, run in results["runs"].items():
         first, last = run[column][0], run[column][-1]
         holds = None not in (first, last) and last < first
-        said = " to ".join("-" if value is None else f"{value:.4g}" for value in (first, last))
-        checks.append(Check(name, f"the {words} falls", f"from {said}", holds))
+        values = " to ".join("-" if value is None else f"{value:.4g}" for value in (first, last))
+        checks.append(Check(name, f"the {words} falls", f"from {values}", holds))
     return checks
+
+
+def check_sisa_is_lowest(
+    panel: str,
+    runs: Mapping[str, Sequence[Run]],
+    column: str,
+    others: Sequence[str],
+    remark: str,
+) -> list[Check]:
+    """Check that SISA's mean of a column is below that of each of the others that have runs."""
+    means = {label: mean_or_inf(group, column) for label, group in runs.items()}
+    return [
+        Check(
+            panel,
+            f"SISA is below {display_name(other)}",
+            f"{means['sisa']:.2f} and {means[other]:.2f}{remark}",
+            means["sisa"] < means[other],
+        )
+        for other in others
+        if "sisa" in means and other in means
+    ]
 
 
 def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -> None:

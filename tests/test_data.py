@@ -31,14 +31,14 @@ def as_lists(parts: Parts) -> list[list[int]]:
 
 
 def endless(sampler: RoundSampler) -> Iterator[list[int]]:
-    """Epoch after epoch."""
+    """Yield epoch after epoch."""
     while True:
         yield from sampler
 
 
 @st.composite
 def samplers(draw: st.DrawFn) -> Callable[..., RoundSampler]:
-    """A way to make the same sampler again and again: unequal parts, unequal mini-batches."""
+    """Return a function that makes the same sampler: unequal parts, unequal mini-batches."""
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     batch_size = [draw(st.integers(1, size)) for size in sizes]
     rounds = draw(st.none() | st.integers(1, 5))

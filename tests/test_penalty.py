@@ -11,7 +11,7 @@ from torchpisa.penalty import Every, WarmDown, gamma_l, k0
 
 
 def sigmas(rule, rounds, sigma=1.0):
-    """sigma^1, sigma^2, ... as an optimizer uses them."""
+    """Return sigma^1, sigma^2, ... as an optimizer uses them."""
     p = torch.nn.Parameter(torch.ones(1))
     opt = SISA([p], sigma=sigma, gamma=rule)
     values = []

@@ -225,8 +225,8 @@ def _notes(runs: Sequence[Run]) -> list[str]:
     lines += ["", f"For {averaged} the mean of ten measurements counts, for the others the last."]
     problems = [run for run in runs if "error" in run]
     for run in problems:
-        what = f"{run['task']}, {run['optimizer']}, {run['schedule']}, seed {run['seed']}"
-        lines.append(f"{what} ended with an error, and counts as diverged: {run['error']}")
+        subject = f"{run['task']}, {run['optimizer']}, {run['schedule']}, seed {run['seed']}"
+        lines.append(f"{subject} ended with an error, and counts as diverged: {run['error']}")
     machine = _only(run["cpu"] for run in runs)
     versions = _only(json.dumps(run["versions"]) for run in runs)
     said = [

@@ -8,12 +8,12 @@ from recipes import curves
 from recipes.curves import (
     Panel,
     Run,
+    check_sisa_is_lowest,
     compose_report,
     describe_settings,
     display_name,
     epoch_costs,
     group_runs,
-    mean_or_inf,
     run_facts,
 )
 from recipes.gan.config import KINDS
@@ -68,14 +68,10 @@ def check(results: Results) -> list[Check]:
     """
     if results["config"]["limit"]:
         return curves.check_column_falls(results, "fid", "distance")
-    checks = []
+    checks: list[Check] = []
     for (kind, features), runs in panels(results).items():
-        means = {label: mean_or_inf(group, "last") for label, group in runs.items()}
-        for other in ("adam", "rmsprop", "adabelief"):
-            if "sisa" in means and other in means:
-                here = f"{means['sisa']:.2f} and {means[other]:.2f}, {features}"
-                paper = f"SISA is below {display_name(other)}"
-                checks.append(Check(KINDS[kind], paper, here, means["sisa"] < means[other]))
+        others = ("adam", "rmsprop", "adabelief")
+        checks += check_sisa_is_lowest(KINDS[kind], runs, "last", others, f", {features}")
     return checks
 
 

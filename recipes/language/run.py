@@ -43,7 +43,7 @@ def run(
             removed when it is done.
     """
     training = LanguageTraining(settings, torch.device(device), data, compile)
-    return run_training(training, checkpoints, config.save_every)
+    yield from run_training(training, checkpoints, config.save_every)
 
 
 class LanguageTraining(Training):

@@ -93,7 +93,7 @@ class Source:
         train: pattern of the files to train on, in a data folder, without their suffix; "" if
             nothing is needed.
         validation: likewise, to validate on.
-        how: how to get them.
+        instructions: where to get them.
     """
 
     train: str

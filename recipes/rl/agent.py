@@ -112,15 +112,15 @@ class Agent:
         """Return all that is needed to continue bit by bit; between two updates only."""
         return {
             "algorithm": self.algorithm.state_dict(),
-            "schedulers": [each.state_dict() for each in self.algorithm.lr_schedulers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.algorithm.lr_schedulers],
             # Tianshou leaves this out of its state_dict.
             "returns": vars(self.algorithm.ret_rms),
             "observations": vars(self.environments.get_obs_rms()),
-            "environments": [env_state(each.env) for each in workers(self.environments)],
+            "environments": [env_state(worker.env) for worker in workers(self.environments)],
             "collector": {name: vars(self.collector)[name] for name in COLLECTOR},
             "episodes": [
-                {name: vars(each)[name] for name in EPISODE}
-                for each in self.collector.buffer.buffers
+                {name: vars(buffer)[name] for name in EPISODE}
+                for buffer in self.collector.buffer.buffers
             ],
             "random": (torch.get_rng_state(), np.random.get_state()),
         }

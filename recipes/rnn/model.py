@@ -98,8 +98,8 @@ class LanguageModel(nn.Module):
         """Return embeddings; in training some words are dropped wherever they occur."""
         weight = self.embedding.weight
         if self.training:
-            kept = torch.full((len(weight), 1), 1 - WORD_DROP, device=weight.device).bernoulli()
-            weight = weight * kept / (1 - WORD_DROP)
+            mask = torch.full((len(weight), 1), 1 - WORD_DROP, device=weight.device).bernoulli()
+            weight = weight * mask / (1 - WORD_DROP)
         return F.embedding(words, weight)
 
 
@@ -107,5 +107,5 @@ def locked_dropout(x: Tensor, rate: float, training: bool) -> Tensor:
     """Apply dropout with one mask for all times."""
     if not training:
         return x
-    kept = torch.full_like(x[:1], 1 - rate, requires_grad=False).bernoulli()
-    return x * kept / (1 - rate)
+    mask = torch.full_like(x[:1], 1 - rate, requires_grad=False).bernoulli()
+    return x * mask / (1 - rate)

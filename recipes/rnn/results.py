@@ -8,12 +8,12 @@ from recipes import curves
 from recipes.curves import (
     Panel,
     Run,
+    check_sisa_is_lowest,
     compose_report,
     describe_settings,
     display_name,
     epoch_costs,
     group_runs,
-    mean_or_inf,
     run_facts,
 )
 from recipes.recipe import Check, Results
@@ -72,15 +72,10 @@ def check(results: Results) -> list[Check]:
     """
     if results["config"]["limit"]:
         return curves.check_column_falls(results, "perplexity", "training perplexity")
-    checks = []
+    checks: list[Check] = []
     for (layers, epochs), runs in panels(results).items():
-        means = {label: mean_or_inf(group, "test") for label, group in runs.items()}
-        for other in ("adam", "adabelief", "sgd"):
-            if "sisa" in means and other in means:
-                here = f"{means['sisa']:.2f} and {means[other]:.2f} after {epochs} epochs"
-                paper = f"SISA is below {display_name(other)}"
-                holds = means["sisa"] < means[other]
-                checks.append(Check(count_layers(layers), paper, here, holds))
+        others, remark = ("adam", "adabelief", "sgd"), f" after {epochs} epochs"
+        checks += check_sisa_is_lowest(count_layers(layers), runs, "test", others, remark)
     return checks
 
 

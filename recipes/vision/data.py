@@ -57,8 +57,8 @@ class Images:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the shares, one after the other, of an epoch's whole batches."""
         inputs, targets = self.epoch(seed * 100_003 + epoch)
-        whole = self.count // batch * batch
-        yield from zip(inputs[:whole].split(share), targets[:whole].split(share), strict=True)
+        used = self.count // batch * batch
+        yield from zip(inputs[:used].split(share), targets[:used].split(share), strict=True)
 
     def tests(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the test images in batches."""
@@ -121,10 +121,12 @@ def load(name: str, folder: str | None, device: str, limit: int = 0) -> Images:
         raise ValueError(f"dataset must be one of {', '.join(STATISTICS)}, got {name!r}")
     arrays = datasets.read(name, folder)
 
-    def move(images: datasets.Array, labels: datasets.Array, most: int) -> tuple[Tensor, Tensor]:
+    def move(
+        images: datasets.Array, labels: datasets.Array, per_class: int
+    ) -> tuple[Tensor, Tensor]:
         x, y = torch.from_numpy(images), torch.from_numpy(labels).long()
-        if most:
-            x, y = first_of_each_class(x, y, most)
+        if per_class:
+            x, y = first_of_each_class(x, y, per_class)
         if name == "digits":
             pixels = (x.view(-1, 1, 8, 8).int() * 255 // 16).to(torch.uint8)
             x = pixels.repeat_interleave(4, 2).repeat_interleave(4, 3).expand(-1, 3, -1, -1)
@@ -136,6 +138,6 @@ def load(name: str, folder: str | None, device: str, limit: int = 0) -> Images:
     return Images(name, *train, *test, 1 / (255 * deviation), -mean / deviation)
 
 
-def first_of_each_class(images: Tensor, labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    chosen = torch.cat([(labels == label).nonzero()[:most, 0] for label in labels.unique()])
+def first_of_each_class(images: Tensor, labels: Tensor, per_class: int) -> tuple[Tensor, Tensor]:
+    chosen = torch.cat([(labels == label).nonzero()[:per_class, 0] for label in labels.unique()])
     return images[chosen], labels[chosen]

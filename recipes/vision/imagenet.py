@@ -137,8 +137,8 @@ class Folders:
         mixed = seed * 100_003 + epoch
         generator = torch.Generator().manual_seed(mixed)
         order = torch.randperm(self.count, generator=generator)
-        whole = order[: self.count // batch * batch].tolist()
-        for images, labels in self.loader(Files(*self.train, mixed), whole, share):
+        used = order[: self.count // batch * batch].tolist()
+        for images, labels in self.loader(Files(*self.train, mixed), used, share):
             mirrored = torch.rand(len(images), generator=generator) < 0.5
             mirrored = mirrored.to(self.device).view(-1, 1, 1, 1)
             yield torch.where(mirrored, images.flip(3), images), labels
@@ -178,11 +178,11 @@ def load(
     place = locate(folder)
     names = sorted(path.name for path in (place / "train").iterdir() if path.is_dir())
 
-    def listing(part: str, most: int) -> tuple[list[Path], list[int]]:
+    def listing(part: str, per_class: int) -> tuple[list[Path], list[int]]:
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(names):
-            files = sorted((place / part / name).iterdir())[: most or None]
+            files = sorted((place / part / name).iterdir())[: per_class or None]
             paths += files
             labels += [label] * len(files)
         return paths, labels

@@ -342,8 +342,8 @@ def _counts(sizes: Sequence[float], n: int, m: int) -> list[int]:
 
 def _integer(name: str, value: Any, low: int, high: float = math.inf, why: str = "") -> int:
     """Return `value` as an int if it is one in [low, high]; `why` says what `high` is."""
-    whole = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not whole or operator.index(value) < low:
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not is_integer or operator.index(value) < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
     if operator.index(value) > high:
         raise ValueError(f"{name} must be at most {high} ({why}), got {value!r}")

@@ -46,10 +46,10 @@ def test_tasks_are_divided_evenly() -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_task_is_learned(name: str) -> None:
     steps = {"cartpole": 4, "cnn": 100, "gan": 100, "poisson": 100}.get(name, 40)
-    found = run.train(Key(name, "adamw-0.01", "cosine", 0), short(name, steps))
-    assert not found["diverged"]
-    assert found["curve"][-1] < 0.95 * found["untrained"]
-    assert 0 < found["test"] < 1.2 * found["untrained"]
+    result = run.train(Key(name, "adamw-0.01", "cosine", 0), short(name, steps))
+    assert not result["diverged"]
+    assert result["curve"][-1] < 0.95 * result["untrained"]
+    assert 0 < result["test"] < 1.2 * result["untrained"]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -154,10 +154,10 @@ def test_divergence_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         run.OPTIMIZERS, "wild", lambda model: [torch.optim.SGD(model.parameters(), lr=10.0)]
     )
-    found = run.train(Key("regression", "wild", "constant", 0), short("regression", 20))
-    assert found["diverged"]
-    assert found["test"] is None
-    json.dumps(found, allow_nan=False)
+    line = run.train(Key("regression", "wild", "constant", 0), short("regression", 20))
+    assert line["diverged"]
+    assert line["test"] is None
+    json.dumps(line, allow_nan=False)
 
 
 def test_finished_runs_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,24 +165,24 @@ def test_finished_runs_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture
     keys = [Key("sparse", name, "cosine", 0) for name in ("misa", USUAL)]
     assert run.run(keys[:1], path, jobs=1, fraction=fraction) == 0
     assert "1/1 sparse misa cosine 0: 0." in capsys.readouterr().out
-    (found,) = run.read(path)
-    assert found["settings"]["MISA"]
-    assert {"torch", "torchpisa"} <= set(found["versions"])
-    assert list(run.missing(keys, [found], fraction)) == keys[1:]
+    (line,) = run.read(path)
+    assert line["settings"]["MISA"]
+    assert {"torch", "torchpisa"} <= set(line["versions"])
+    assert list(run.missing(keys, [line], fraction)) == keys[1:]
     assert run.run([keys[1]], path, jobs=1, limit_seconds=-1, fraction=fraction) == 1
 
     # Other steps, other settings or an error: not the run that is wanted.
-    assert list(run.missing(keys[:1], [found])) == keys[:1]
-    changed = {**found, "settings": {"MISA": {"lr": 0.5}}}
+    assert list(run.missing(keys[:1], [line])) == keys[:1]
+    changed = {**line, "settings": {"MISA": {"lr": 0.5}}}
     assert list(run.missing(keys[:1], [changed], fraction)) == keys[:1]
     failed = {**keys[0]._asdict(), "error": "no memory", "diverged": True}
     assert list(run.missing(keys[:1], [failed], fraction)) == keys[:1]
 
     # The last line of a key counts, and one that was cut off does not.
     with path.open("a") as file:
-        file.write(json.dumps({**found, "test": 0.25}) + "\n" + json.dumps(found)[:50])
-    (found,) = run.read(path)
-    assert found["test"] == 0.25
+        file.write(json.dumps({**line, "test": 0.25}) + "\n" + json.dumps(line)[:50])
+    (line,) = run.read(path)
+    assert line["test"] == 0.25
 
 
 def test_error_of_a_run_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +191,9 @@ def test_error_of_a_run_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run, "current_settings", lambda optimizer: {})
     monkeypatch.setitem(run.OPTIMIZERS, "broken", fail)
-    found = run._train_or_explain(Key("sparse", "broken", "cosine", 0), 0.01)
-    assert found["error"] == "ValueError: sigma must be > 0"
-    assert found["diverged"]
+    line = run._train_or_explain(Key("sparse", "broken", "cosine", 0), 0.01)
+    assert line["error"] == "ValueError: sigma must be > 0"
+    assert line["diverged"]
 
 
 # Report
@@ -239,16 +239,16 @@ def test_report_counts() -> None:
         tasks=5, runs=10, diverged=1, better=3, near=2, ahead=2, median=0.95
     )
     judge = [name for name, task in TASKS.items() if task.half == "judge"]
-    found = report.standing(scores, judge, "misa", "cosine")
-    assert found == report.Standing(2, 4, 1, better=1, near=1, ahead=0, median=math.inf)
+    line = report.standing(scores, judge, "misa", "cosine")
+    assert line == report.Standing(2, 4, 1, better=1, near=1, ahead=0, median=math.inf)
     assert report.standing(scores, judge, "misa", "constant").tasks == 0
 
 
 def test_best_rate_is_chosen_on_validation_data() -> None:
     runs = table()
-    for found in runs:
-        if (found["task"], found["optimizer"]) == ("sparse", "adamw-0.01"):
-            found["validation"] = 0.5
+    for line in runs:
+        if (line["task"], line["optimizer"]) == ("sparse", "adamw-0.01"):
+            line["validation"] = 0.5
     scores = report.Scores(runs)
     assert scores.test("sparse", report.BEST, "cosine") == 3.0
     assert scores.test("cnn", report.BEST, "cosine") == 1.0
@@ -258,7 +258,7 @@ def test_best_rate_is_chosen_on_validation_data() -> None:
 def test_page_says_what_was_counted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "runs.jsonl"
-    path.write_text("".join(json.dumps(found) + "\n" for found in table()))
+    path.write_text("".join(json.dumps(line) + "\n" for line in table()))
     command.main(["report", "--runs", str(path), "--results", str(tmp_path)])
     page = (tmp_path / "defaults.md").read_text()
     row = "| MISA | judge | 1 of 4 | 1 of 2 (50 %) | 1 of 2 (50 %) | 0 of 2 (0 %) | inf |"

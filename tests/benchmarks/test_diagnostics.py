@@ -23,8 +23,8 @@ def test_result_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [row["batches"] for row in result["rows"]] == [1, 2]
     for row in result["rows"]:
         assert row["ratio"] == pytest.approx(row["with_ms"] / row["without_ms"], rel=1e-3)
-        own = row["measurement_ms"] / (5 * row["batches"] * row["without_ms"])
-        assert row["measurement_share"] == pytest.approx(own, rel=1e-3)
+        share = row["measurement_ms"] / (5 * row["batches"] * row["without_ms"])
+        assert row["measurement_share"] == pytest.approx(share, rel=1e-3)
         assert len(row["with_samples_ms"]) == len(row["without_samples_ms"]) == 2
     shown = (tmp_path / "diagnostics.md").read_text()
     assert shown == capsys.readouterr().out

@@ -54,7 +54,7 @@ def check_rows(result: dict[str, Any]) -> None:
 
 
 def check_bytes(result: dict[str, Any]) -> None:
-    """Those of the gradients, and for ours a line of numbers."""
+    """Check the bytes: those of the gradients, and for ours a line of numbers."""
     rows = {row["name"]: row for row in result["runs"][0]["rows"]}
     handed = {name: row["handed_bytes"] for name, row in rows.items()}
     count, tensors = rows[REFERENCE]["parameters"], rows[REFERENCE]["tensors"]
@@ -160,10 +160,10 @@ def test_step_by_hand() -> None:
 
 def test_buckets_are_those_of_ddp() -> None:
     for model in report.ON_PAPER:
-        found = scaling.buckets(model)
-        assert sum(found) == parameters(MODELS[model]())
-        assert 4 * found[0] >= scaling.FIRST_BUCKET
-        assert all(4 * count >= scaling.BUCKET for count in found[1:-1])
+        buckets = scaling.buckets(model)
+        assert sum(buckets) == parameters(MODELS[model]())
+        assert 4 * buckets[0] >= scaling.FIRST_BUCKET
+        assert all(4 * count >= scaling.BUCKET for count in buckets[1:-1])
 
 
 # Parts

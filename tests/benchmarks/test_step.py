@@ -1,5 +1,6 @@
 """The benchmark of a step: its shapes, what it saves and prints, and rows that fail."""
 
+import gc
 import json
 import sys
 import time
@@ -32,17 +33,19 @@ Measure = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_and_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(step, "COPY_BYTES", {"cpu": 2**20})
     threads = torch.get_num_threads()
+    gc.freeze()  # garbage is collected after every row: not among all objects of the session
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
-    def run(*own: list[Row], options: tuple[object, ...] = ("--no-peers",)) -> dict[str, Any]:
-        monkeypatch.setattr(rows, "TORCHPISA_ROWS", list(own))
+    def run(*members: list[Row], options: tuple[object, ...] = ("--no-peers",)) -> dict[str, Any]:
+        monkeypatch.setattr(rows, "TORCHPISA_ROWS", list(members))
         path = tmp_path / "tiny.json"
         common = ("--device", "cpu", "--model", "tiny", "--repeats", 3, "--threads", 1)
         step.main([str(word) for word in (*common, "--save", path, *options)])
@@ -90,16 +93,16 @@ def test_rows_are_saved_and_printed(measure: Measure, capsys: pytest.CaptureFixt
     assert result["hardware"]["cores"] >= 1
     assert result["copy_gb_per_s"] > 0
 
-    found = result["by_name"]
+    by_name = result["by_name"]
     names = [row.name for row in (DEFAULTS, BROKEN, ROUND, MATRICES)]
-    assert list(found) == [*step.REFERENCES, *names]
-    assert "sigma" in found[BROKEN.name]["error"]
-    assert "ms" not in found[BROKEN.name]
+    assert list(by_name) == [*step.REFERENCES, *names]
+    assert "sigma" in by_name[BROKEN.name]["error"]
+    assert "ms" not in by_name[BROKEN.name]
     lines = capsys.readouterr().out.splitlines()
     top = next(i for i, line in enumerate(lines) if line.startswith("optimizer"))
     for column in step.COLUMNS:
         assert column in lines[top]
-    printed = lines[top + 1 : top + 1 + len(found)]
+    printed = lines[top + 1 : top + 1 + len(by_name)]
     for line, row in zip(printed, result["rows"], strict=True):
         assert line.startswith(row["name"])
         assert (row["error"] or f" {row['ms']:.3f} ") in line
@@ -107,9 +110,9 @@ def test_rows_are_saved_and_printed(measure: Measure, capsys: pytest.CaptureFixt
 
 @needs_muon
 def test_numbers_fit_together(measure: Measure) -> None:
-    found = measure([DEFAULTS], [ROUND], [MATRICES])["by_name"]
+    by_name = measure([DEFAULTS], [ROUND], [MATRICES])["by_name"]
     fused, foreach, muon = step.REFERENCES
-    for row in found.values():
+    for row in by_name.values():
         assert row["error"] is None
         assert 0 < min(row["samples_ms"]) <= row["ms"] <= max(row["samples_ms"])
         assert 0 <= row["iqr_ms"] <= max(row["samples_ms"]) - min(row["samples_ms"]) + 1e-4
@@ -118,27 +121,27 @@ def test_numbers_fit_together(measure: Measure) -> None:
         for name, ratio in row["ratios"].items():
             assert ratio == pytest.approx(row["ms"] / row["beside_ms"][name], rel=1e-3)
     for name in step.REFERENCES:
-        assert found[name]["ratios"][name] == 1
-    assert len(found[fused]["samples_ms"]) == 9  # beside each of three sets
-    assert len(found[muon]["samples_ms"]) == 3  # beside the one of matrices
+        assert by_name[name]["ratios"][name] == 1
+    assert len(by_name[fused]["samples_ms"]) == 9  # beside each of three sets
+    assert len(by_name[muon]["samples_ms"]) == 3  # beside the one of matrices
 
-    own, several = found[DEFAULTS.name], found[ROUND.name]
-    assert own["gb_per_s"] == pytest.approx(28 * 7360 / own["ms"] / 1e6, rel=1e-3)
-    assert own["steps_per_sample"] == 1
-    assert several["steps_per_sample"] == 4
-    assert several["state_bytes_per_parameter"] == pytest.approx(36, abs=0.1)
-    assert own["state_bytes_per_parameter"] == pytest.approx(8, abs=0.1)
-    assert found[muon]["state_bytes_per_parameter"] == 4
-    assert found[MATRICES.name]["parameters"] == found[muon]["parameters"] == 2 * 12 * 16**2
-    assert found[MATRICES.name]["copy_share"] is None
-    assert found[fused]["temporary_share"] < 0.1
-    assert found[foreach]["temporary_share"] > 0.9
+    default, round_of_four = by_name[DEFAULTS.name], by_name[ROUND.name]
+    assert default["gb_per_s"] == pytest.approx(28 * 7360 / default["ms"] / 1e6, rel=1e-3)
+    assert default["steps_per_sample"] == 1
+    assert round_of_four["steps_per_sample"] == 4
+    assert round_of_four["state_bytes_per_parameter"] == pytest.approx(36, abs=0.1)
+    assert default["state_bytes_per_parameter"] == pytest.approx(8, abs=0.1)
+    assert by_name[muon]["state_bytes_per_parameter"] == 4
+    assert by_name[MATRICES.name]["parameters"] == by_name[muon]["parameters"] == 2 * 12 * 16**2
+    assert by_name[MATRICES.name]["copy_share"] is None
+    assert by_name[fused]["temporary_share"] < 0.1
+    assert by_name[foreach]["temporary_share"] > 0.9
 
 
 def test_settings_of_our_rows_exist() -> None:
     for row in (row for members in rows.TORCHPISA_ROWS for row in members):
-        own = signature(getattr(torchpisa, row.optimizer)).parameters
-        legal = {*own, *torchpisa.optim.Common.__annotations__}
+        arguments = signature(getattr(torchpisa, row.optimizer)).parameters
+        legal = {*arguments, *torchpisa.optim.Common.__annotations__}
         assert set(row.settings) <= legal, row.name
 
 
@@ -157,15 +160,15 @@ def test_absent_libraries_are_said(measure: Measure, monkeypatch: pytest.MonkeyP
     library.AdamW = torch.optim.AdamW
     monkeypatch.setitem(sys.modules, "heavyball", None)
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", library)
-    found = measure(options=("--only", "AdamW", "Muon"))["by_name"]
-    errors = {name: row["error"] for name, row in found.items() if row["error"]}
+    by_name = measure(options=("--only", "AdamW", "Muon"))["by_name"]
+    errors = {name: row["error"] for name, row in by_name.items() if row["error"]}
     assert errors == {
         "heavyball AdamW": "heavyball is not installed",
         "heavyball Muon": "heavyball is not installed",
         "pytorch_optimizer AdamW": "pytorch_optimizer.AdamW is torch.optim's",
         "pytorch_optimizer Muon": "pytorch_optimizer has no Muon",
     }
-    assert set(found) - set(errors) == set(step.REFERENCES)
+    assert set(by_name) - set(errors) == set(step.REFERENCES)
 
 
 def test_long_warm_up_and_late_failure_end_their_rows_only(measure: Measure) -> None:
@@ -184,10 +187,10 @@ def test_long_warm_up_and_late_failure_end_their_rows_only(measure: Measure) -> 
         return Late([param for _, param in named])
 
     members = [Row("x", "Slow", make=sleep), Row("x", "Late", make=late), DEFAULTS]
-    found = measure(members, options=("--no-peers", "--cap", 1))["by_name"]
-    assert found["x Slow"]["error"] == "warm-up took over 1 s"
-    assert found["x Late"]["error"] == "RuntimeError: too late"
-    assert found[DEFAULTS.name]["error"] is None
+    by_name = measure(members, options=("--no-peers", "--cap", 1))["by_name"]
+    assert by_name["x Slow"]["error"] == "warm-up took over 1 s"
+    assert by_name["x Late"]["error"] == "RuntimeError: too late"
+    assert by_name[DEFAULTS.name]["error"] is None
 
 
 def test_without_compiling_if_that_fails(measure: Measure) -> None:
@@ -196,9 +199,9 @@ def test_without_compiling_if_that_fails(measure: Measure) -> None:
             raise RuntimeError("no compiler")
         return torch.optim.SGD([param for _, param in named], lr=0.0)
 
-    found = measure([Row("x", "Lazy", make=make, compiles=True)])["by_name"]
-    assert found["x Lazy"]["error"] is None
-    assert found["x Lazy"]["note"] == "not compiled (compiled: RuntimeError: no compiler)"
+    by_name = measure([Row("x", "Lazy", make=make, compiles=True)])["by_name"]
+    assert by_name["x Lazy"]["error"] is None
+    assert by_name["x Lazy"]["note"] == "not compiled (compiled: RuntimeError: no compiler)"
 
 
 def test_gradients_and_views_are_restored() -> None:
@@ -296,9 +299,9 @@ def test_federated_rounds_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("recipes.datasets.load", lambda *arguments, **options: small)
     path = tmp_path / "rounds.json"
     federated.main(["--device", "cpu", "--rounds", "2", "--out", str(path)])
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["rounds"] == 2
-    assert 0 <= found["sisa_accuracy"] <= 100
-    times = [value for name, value in found.items() if "seconds" in name]
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["rounds"] == 2
+    assert 0 <= result["sisa_accuracy"] <= 100
+    times = [value for name, value in result.items() if "seconds" in name]
     assert len(times) == 4
     assert min(times) > 0

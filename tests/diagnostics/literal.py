@@ -14,7 +14,7 @@ State = dict[Any, dict[str, Tensor]]
 
 
 def copied(opt: PISA) -> State:
-    """Weights and state as they are now."""
+    """Return copies of weights and state."""
     return {
         param: {
             "w": param.detach().clone(),
@@ -35,14 +35,14 @@ def norm(vectors: list[Tensor]) -> float:
 
 
 def diagonal(part: Any, i: int, old: Any, new: Any) -> Tensor | None:
-    """q of batch i, as it was used in this round."""
-    own = part.preconditioner
+    """Return q of batch i, as it was used in this round."""
+    rule = part.preconditioner
     step = float(new[f"step.{i}"])
-    if isinstance(own, NewtonSchulz):
-        o = nsisa.newton_schulz(new[f"momentum.{i}"].flatten(1), own.ns_steps, own.dtype)
+    if isinstance(rule, NewtonSchulz):
+        o = nsisa.newton_schulz(new[f"momentum.{i}"].flatten(1), rule.ns_steps, rule.dtype)
         return real((old[f"dual.{i}"] + o.view_as(old[f"dual.{i}"])).abs())
     state = {k.removesuffix(f".{i}"): real(v) for k, v in new.items() if k.endswith(f".{i}")}
-    q: Tensor | None = own.diagonal(real(new[f"dual.{i}"]), state, step)
+    q: Tensor | None = rule.diagonal(real(new[f"dual.{i}"]), state, step)
     return q
 
 
@@ -86,11 +86,11 @@ def row(opt: PISA, old: State, new: State) -> dict[str, float]:
         primal += alpha[i] * norm(d) ** 2
         dual += alpha[i] * norm(moved) ** 2
         duals += alpha[i] * norm(pis[i]) ** 2
-    flat = [torch.cat(own) for own in pis]
-    mean = sum(a * own for a, own in zip(alpha, flat, strict=True))
-    spread = sum(a * float((own - mean).norm()) ** 2 for a, own in zip(alpha, flat, strict=True))
-    w = norm([real(own["w"]) for own in old.values()])
-    found = {
+    flat = [torch.cat(parts) for parts in pis]
+    mean = sum(a * pi for a, pi in zip(alpha, flat, strict=True))
+    spread = sum(a * float((pi - mean).norm()) ** 2 for a, pi in zip(alpha, flat, strict=True))
+    w = norm([real(state["w"]) for state in old.values()])
+    expected = {
         "iteration": float(opt.iteration),
         "primal_residual": math.sqrt(primal),
         "primal_relative": math.sqrt(primal) / w,
@@ -100,12 +100,12 @@ def row(opt: PISA, old: State, new: State) -> dict[str, float]:
         "dual_norm": math.sqrt(duals),
     }
     if m > 1:
-        found["spread"] = math.sqrt(spread / duals)
-    for name, own in (("step", steps), ("first_step", first_steps), ("momentum", momenta)):
-        if own:
-            values = torch.cat(own)
+        expected["spread"] = math.sqrt(spread / duals)
+    for name, parts in (("step", steps), ("first_step", first_steps), ("momentum", momenta)):
+        if parts:
+            values = torch.cat(parts)
             for end in ("min", "median", "max"):
-                found[f"{name}_{end}"] = float(getattr(values, end)())
+                expected[f"{name}_{end}"] = float(getattr(values, end)())
     if dominated:
-        found["sigma_share"] = float(torch.cat(dominated).double().mean())
-    return found
+        expected["sigma_share"] = float(torch.cat(dominated).double().mean())
+    return expected

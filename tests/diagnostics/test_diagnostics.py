@@ -239,10 +239,10 @@ def test_absent_batches_are_counted(entry: Entry, capturable: bool) -> None:
                 if bad:
                     param.grad[1, 1] = torch.inf
                 opt.step()
-            found, expected = watch.latest, literal.row(opt, old, literal.copied(opt))
-            assert found["absent"] == left_out
+            row, expected = watch.latest, literal.row(opt, old, literal.copied(opt))
+            assert row["absent"] == left_out
             for name in ("primal_residual", "dual_residual", "dual_norm"):
-                assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-9)
+                assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-9)
 
 
 def test_absent_batches_of_a_scaler_and_of_a_resumed_run() -> None:

@@ -13,7 +13,7 @@ from torchpisa.diagnostics import Diagnostics
 
 
 def train(make, kind, batches, batch_size, rounds=20, every=5):
-    """The warnings while `batches` parts of the digits, sorted or shuffled, are trained on."""
+    """Return the warnings of a training on `batches` parts of the digits, sorted or shuffled."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     generator = torch.Generator().manual_seed(0)
@@ -22,7 +22,7 @@ def train(make, kind, batches, batch_size, rounds=20, every=5):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     opt = make(model.parameters(), batches=batches)
-    with warnings.catch_warnings(record=True) as found, Diagnostics(opt, every=every):
+    with warnings.catch_warnings(record=True) as caught, Diagnostics(opt, every=every):
         warnings.simplefilter("always")
         for _ in range(rounds):
             for part in parts:
@@ -30,7 +30,7 @@ def train(make, kind, batches, batch_size, rounds=20, every=5):
                 opt.zero_grad()
                 F.cross_entropy(model(x[index]), y[index]).backward()
                 opt.step()
-    return [str(warning.message) for warning in found if warning.category is UserWarning]
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
 @pytest.mark.parametrize("batch_size", [4, 64])

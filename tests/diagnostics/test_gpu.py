@@ -1,4 +1,4 @@
-"""What only a GPU can show: nothing waits for it, models that move, graphs."""
+"""On a GPU: nothing waits for it, models that move, graphs."""
 
 from typing import Any
 

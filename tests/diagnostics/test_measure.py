@@ -38,7 +38,7 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def backward(model: nn.Module, k: int, part: int) -> None:
-    """A gradient of a part of the data; parts differ."""
+    """Compute the gradient of a part of the data; parts differ."""
     generator = torch.Generator().manual_seed(k)
     dtype = next(model.parameters()).dtype
     x = torch.randn(8, 6, generator=generator).to(dtype) + part
@@ -159,12 +159,12 @@ def test_estimates_are_close() -> None:
         assert watch._layout is not None
         assert sum(s.scale.numel() for s in watch._layout.sections) < 2**16 + 200
         expected = literal.row(opt, old, literal.copied(opt))
-        found = watch.latest
-        assert found.pop("absent") == 0
-        assert found == pytest.approx({**expected, **ends(found)}, rel=0.05, abs=0.01)
+        row = watch.latest
+        assert row.pop("absent") == 0
+        assert row == pytest.approx({**expected, **ends(row)}, rel=0.05, abs=0.01)
         for name in ("first_step", "momentum"):  # no sample has the very ends
-            assert found[f"{name}_min"] >= expected[f"{name}_min"] * (1 - 1e-6)
-            assert found[f"{name}_max"] <= expected[f"{name}_max"] * (1 + 1e-6)
+            assert row[f"{name}_min"] >= expected[f"{name}_min"] * (1 - 1e-6)
+            assert row[f"{name}_max"] <= expected[f"{name}_max"] * (1 + 1e-6)
 
 
 def ends(row: dict[str, float]) -> dict[str, float]:
@@ -187,10 +187,10 @@ def ends(row: dict[str, float]) -> dict[str, float]:
 )
 def test_sample(sizes: list[int]) -> None:
     budget = 2**16
-    found = sampled_runs(sizes, budget)
-    taken = sum(piece.samples for piece in found)
+    pieces = sampled_runs(sizes, budget)
+    taken = sum(piece.samples for piece in pieces)
     assert taken == sum(sizes) if sum(sizes) <= budget else 0.9 * budget <= taken <= 2 * budget
-    for size, piece in zip(sizes, found, strict=True):
+    for size, piece in zip(sizes, pieces, strict=True):
         assert piece.size == size
         assert piece.samples >= min(size, 1)
         if piece.complete:

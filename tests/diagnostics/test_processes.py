@@ -66,7 +66,7 @@ def test_ranks(make: Any, ranks: int, per_rank: int, tmp_path: Path) -> None:
 
 
 def attached() -> Rows:
-    """Duals change in the backward pass already."""
+    """Train with DDP's hook, where duals change in the backward pass already."""
     model = network()
     opt = together(SISA, here())(model.parameters())
     parallel = DistributedDataParallel(model)
@@ -79,7 +79,7 @@ def test_attached_model() -> None:
 
 
 def sharded(make: Any, path: str) -> Rows:
-    """Two replicas of two shards."""
+    """Train two replicas of two shards."""
     model = network()
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     nodes = shard(model, grid, [model[0], model[2]])
@@ -96,7 +96,7 @@ def test_replicas_of_shards(make: Any, tmp_path: Path) -> None:
 
 
 def fully_sharded(ignored: bool) -> Rows:
-    """More processes than some tensors have rows; perhaps with a layer that all hold."""
+    """Train with more processes than some tensors have rows; perhaps with a replicated layer."""
     model = network()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     kept = set(model[2].parameters()) if ignored else set()
@@ -111,7 +111,7 @@ def test_shards(ignored: bool) -> None:
 
 
 def one_skips() -> Rows:
-    """A rank without data, and one whose gradients are not finite."""
+    """Train with a rank without data, and one whose gradients are not finite."""
     model, rank = network(), distributed.get_rank()
     opt = together(SISA, here(), nonfinite="raise")(model.parameters())
     rows: Rows = []

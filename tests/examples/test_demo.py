@@ -18,7 +18,7 @@ def run(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """The rows of a printed table by their first cell."""
+    """Return the rows of a printed table by their first cell."""
     return {
         cells[1]: cells[2:-1]
         for line in text.splitlines()

@@ -16,7 +16,10 @@ LINE = re.compile(r"^step +(\d+)  training loss ([\d.]+)  validation loss ([\d.]
 
 
 def lines(output: str) -> list[tuple[int, float, float]]:
-    return [(int(step), float(own), float(other)) for step, own, other in LINE.findall(output)]
+    return [
+        (int(step), float(training), float(validation))
+        for step, training, validation in LINE.findall(output)
+    ]
 
 
 @pytest.mark.parametrize(("name", "resumes"), [("ddp", False), ("hsdp", True)])
@@ -46,7 +49,7 @@ def test_learns_and_resumes(name: str, resumes: bool, tmp_path: Path) -> None:
     assert lines(again.stdout) == whole[-2:]
     export(folder / "step-000006", tmp_path / "resumed.pt")
     first, second = (
-        torch.load(tmp_path / f"{own}.pt", weights_only=True) for own in ("whole", "resumed")
+        torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "resumed")
     )
     assert first["model"].keys() == second["model"].keys()
     for key, value in first["model"].items():

@@ -32,20 +32,22 @@ SIZES = (7, 12, 3, 20, 9)
 
 # Every algorithm, by what a test may want to change about it.
 MAKERS: dict[str, Callable[..., Algorithm]] = {
-    "PISA": lambda **own: PISA(
+    "PISA": lambda **changes: PISA(
         preconditioner=SecondMoment("rmsprop", beta=0.9),
-        **{"sigma": 4.0, "rho": 1.0, "gamma": 0.98, "consensus_decay": 0.01, **own},
+        **{"sigma": 4.0, "rho": 1.0, "gamma": 0.98, "consensus_decay": 0.01, **changes},
     ),
-    "SISA": lambda **own: SISA(
-        **{"sigma": 4.0, "rho": 1.0, "gamma": 0.98, "weight_decay": 0.02, **own}
+    "SISA": lambda **changes: SISA(
+        **{"sigma": 4.0, "rho": 1.0, "gamma": 0.98, "weight_decay": 0.02, **changes}
     ),
-    "MISA": lambda **own: MISA(
-        **{"sigma": 1.0, "rho": 2.0, "gamma": 0.98, "consensus_decay": 0.01, **own}
+    "MISA": lambda **changes: MISA(
+        **{"sigma": 1.0, "rho": 2.0, "gamma": 0.98, "consensus_decay": 0.01, **changes}
     ),
-    "FedAvg": lambda **own: FedAvg(**{"lr": 0.1, "momentum": 0.5, "lr_decay": 0.97, **own}),
-    "FedProx": lambda **own: FedProx(**{"lr": 0.1, "mu": 0.3, "weight_decay": 0.02, **own}),
-    "FedNova": lambda **own: FedNova(**{"lr": 0.1, "momentum": 0.5, "server_lr": 0.8, **own}),
-    "Scaffold": lambda **own: Scaffold(**{"lr": 0.1, "lr_decay": 0.97, **own}),
+    "FedAvg": lambda **changes: FedAvg(**{"lr": 0.1, "momentum": 0.5, "lr_decay": 0.97, **changes}),
+    "FedProx": lambda **changes: FedProx(**{"lr": 0.1, "mu": 0.3, "weight_decay": 0.02, **changes}),
+    "FedNova": lambda **changes: FedNova(
+        **{"lr": 0.1, "momentum": 0.5, "server_lr": 0.8, **changes}
+    ),
+    "Scaffold": lambda **changes: Scaffold(**{"lr": 0.1, "lr_decay": 0.97, **changes}),
 }
 
 
@@ -64,14 +66,14 @@ def mlp() -> nn.Module:
 
 
 def matrices() -> nn.Module:
-    """Without biases, for Newton-Schulz."""
+    """Return a network without biases, for Newton-Schulz."""
     return seeded(
         lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False))
     )
 
 
 def conv() -> nn.Module:
-    """A small network of images of 6 x 6."""
+    """Return a small network for images of 6 x 6."""
     return seeded(
         lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3))
     )
@@ -80,7 +82,7 @@ def conv() -> nn.Module:
 def classes(
     sizes: Sequence[int] = SIZES, shape: tuple[int, ...] = (4,), seed: int = 0
 ) -> list[Pair]:
-    """Three classes, of which every client prefers one, and inputs around a centre of its own."""
+    """Return clients that prefer one of three classes, with inputs around different centres."""
     generator = torch.Generator().manual_seed(seed)
     clients = []
     for i, n in enumerate(sizes):
@@ -101,20 +103,20 @@ def straight(n: int = 3) -> nn.Module:
 
 
 def least_squares(sizes: Sequence[int] = (6, 30, 10, 18, 14), n: int = 3) -> list[Pair]:
-    """Clients with different curvatures and with solutions that are far from each other."""
+    """Return clients with different curvatures and with solutions far from each other."""
     generator = torch.Generator().manual_seed(1)
     clients = []
     for i, size in enumerate(sizes):
         scale = torch.linspace(0.6, 1.4, n, dtype=torch.float64).roll(i)
         x = scale * torch.randn(size, n, generator=generator, dtype=torch.float64)
-        own = 3 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+        optimum = 3 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
         noise = 0.1 * torch.randn(size, 1, generator=generator, dtype=torch.float64)
-        clients.append((x, x @ own + noise))
+        clients.append((x, x @ optimum + noise))
     return clients
 
 
 def optimum(clients: Sequence[Pair]) -> Tensor:
-    """Where the mean over all samples is least: clients weighted by their sizes."""
+    """Return the minimiser of the mean over all samples."""
     x, y = (torch.cat(column) for column in zip(*clients, strict=True))
     return torch.linalg.lstsq(x, y).solution.T
 
@@ -133,7 +135,7 @@ def flat(weights: Tensors) -> Tensor:
 
 
 def distance(a: Tensors, b: Tensors) -> float:
-    """Relative to the size of b."""
+    """Return the distance relative to the size of b."""
     assert list(a) == list(b)
     return float((flat(a) - flat(b)).norm() / flat(b).norm())
 
@@ -157,13 +159,13 @@ def simulate(
 
 
 def memories(simulation: Simulation) -> list[Fields]:
-    """What each client remembers, whether clients run at once or in turn."""
+    """Return the memory of each client, for batched and sequential clients alike."""
     kept = simulation.state_dict()["clients"]
     if isinstance(kept, list):
         return kept
     count = len(simulation.state_dict()["setting"]["sizes"])
     return [
-        {kind: {name: t[i] for name, t in own.items()} for kind, own in kept.items()}
+        {kind: {name: t[i] for name, t in field.items()} for kind, field in kept.items()}
         for i in range(count)
     ]
 
@@ -171,7 +173,10 @@ def memories(simulation: Simulation) -> list[Fields]:
 def weighted_sum(memory: Sequence[Fields], kind: str, alphas: Sequence[float]) -> Tensors:
     names = memory[0][kind]
     return {
-        name: sum((a * own[kind][name] for a, own in zip(alphas, memory, strict=True)), start=0 * t)
+        name: sum(
+            (a * fields[kind][name] for a, fields in zip(alphas, memory, strict=True)),
+            start=0 * t,
+        )
         for name, t in names.items()
     }
 
@@ -216,7 +221,7 @@ class ByHand:
 
 
 def works() -> list[LocalWork]:
-    """Kinds of local work, with batches that do not divide the clients' sizes."""
+    """Return kinds of local work, with batches that do not divide the clients' sizes."""
     return [
         FullGradient(),
         FullGradient(steps=3, chunk=8),

@@ -64,7 +64,7 @@ def everybody(iteration: int) -> Sequence[int]:
 
 
 def some(iteration: int) -> Sequence[int]:
-    """Different clients in different rounds; one client alone now and then, and nobody in two."""
+    """Return different clients in different rounds, sometimes a single one, and nobody in two."""
     if iteration in (4, 17):
         return []
     if iteration % 7 == 6:
@@ -78,7 +78,7 @@ def some(iteration: int) -> Sequence[int]:
 def by_optimizer(
     opt: Any, model: nn.Module, rounds: int, schedule: Schedule, hessian: Hessian | None = None
 ) -> None:
-    """Slot i of the optimizer sees the mean gradient of client i, or is skipped."""
+    """Train with an optimizer whose slot i sees the mean gradient of client i, or is skipped."""
     for iteration in range(rounds):
         present = schedule(iteration)
         for i, (x, y) in enumerate(classes()):
@@ -121,7 +121,7 @@ SETTINGS = pytest.mark.parametrize(
     [({}, everybody), ({"gamma": 0.97}, some), (ALL, some)],
     ids=["plain", "gamma", "all"],
 )
-OWN: dict[str, dict[str, Any]] = {
+SCHEMES: dict[str, dict[str, Any]] = {
     "I": {"scheme": "adagrad"},
     "II": {"scheme": "rmsprop", "beta": 0.9},
     "III": {"scheme": "adam", "beta": 0.99},
@@ -132,21 +132,21 @@ OWN: dict[str, dict[str, Any]] = {
 
 @SETTINGS
 def test_sisa_is_the_optimizer(common: dict[str, Any], schedule: Schedule) -> None:
-    own = {"sigma": 1.5, "rho": 2.0, "beta": 0.99, **common}
+    settings = {"sigma": 1.5, "rho": 2.0, "beta": 0.99, **common}
     assert_equals_optimizer(
-        SISA(**own),
-        lambda params, weights: torchpisa.SISA(params, batches=5, weights=weights, **own),
+        SISA(**settings),
+        lambda params, weights: torchpisa.SISA(params, batches=5, weights=weights, **settings),
         mlp,
         schedule,
     )
 
 
-@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
-def test_schemes_of_sisa(own: dict[str, Any]) -> None:
-    own = {"sigma": 1.5, "rho": 5.0, **own}
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_schemes_of_sisa(scheme: dict[str, Any]) -> None:
+    settings = {"sigma": 1.5, "rho": 5.0, **scheme}
     assert_equals_optimizer(
-        SISA(**own),
-        lambda params, weights: torchpisa.SISA(params, batches=5, weights=weights, **own),
+        SISA(**settings),
+        lambda params, weights: torchpisa.SISA(params, batches=5, weights=weights, **settings),
         logistic,
         some,
     )
@@ -154,11 +154,13 @@ def test_schemes_of_sisa(own: dict[str, Any]) -> None:
 
 @SETTINGS
 def test_misa_is_the_optimizer(common: dict[str, Any], schedule: Schedule) -> None:
-    own = {"sigma": 0.5, "rho": 2.0, **common}
+    settings = {"sigma": 0.5, "rho": 2.0, **common}
     solver = SpectralConsensus(0.8, Spectral(aspect_scaling=True, method="smooth"))
     assert_equals_optimizer(
-        MISA(**own, momentum=0.8, aspect_scaling=True),
-        lambda params, weights: torchpisa.PISA(params, solver, batches=5, weights=weights, **own),
+        MISA(**settings, momentum=0.8, aspect_scaling=True),
+        lambda params, weights: torchpisa.PISA(
+            params, solver, batches=5, weights=weights, **settings
+        ),
         mlp,
         schedule,
     )
@@ -183,10 +185,12 @@ PRECONDITIONERS: dict[str, Callable[[], Preconditioner]] = {
 
 @pytest.mark.parametrize("make", PRECONDITIONERS.values(), ids=PRECONDITIONERS)
 def test_pisa_is_the_optimizer(make: Callable[[], Preconditioner]) -> None:
-    own = {"sigma": 4.0, "rho": 2.0, **ALL}
+    settings = {"sigma": 4.0, "rho": 2.0, **ALL}
     assert_equals_optimizer(
-        PISA(preconditioner=make(), **own),
-        lambda params, weights: torchpisa.PISA(params, make(), batches=5, weights=weights, **own),
+        PISA(preconditioner=make(), **settings),
+        lambda params, weights: torchpisa.PISA(
+            params, make(), batches=5, weights=weights, **settings
+        ),
         matrices,
         some,
         # Near its fixed point orthogonalisation turns rounding into whole steps, so that two runs
@@ -197,11 +201,13 @@ def test_pisa_is_the_optimizer(make: Callable[[], Preconditioner]) -> None:
 
 @pytest.mark.parametrize("curvature", ["hessian", "gauss_newton"])
 def test_pisa_with_second_order_information_is_the_optimizer(curvature: Any) -> None:
-    own = {"sigma": 1.0, "rho": 1.0, **ALL}
+    settings = {"sigma": 1.0, "rho": 1.0, **ALL}
     hessian = Hessian(curvature, solver="dense")
     assert_equals_optimizer(
-        PISA(preconditioner=Hessian(curvature, solver="dense"), **own),
-        lambda params, weights: torchpisa.PISA(params, hessian, batches=5, weights=weights, **own),
+        PISA(preconditioner=Hessian(curvature, solver="dense"), **settings),
+        lambda params, weights: torchpisa.PISA(
+            params, hessian, batches=5, weights=weights, **settings
+        ),
         logistic,
         some,
         hessian,
@@ -248,28 +254,31 @@ def gradient_at(model: nn.Module, x: Tensor, y: Tensor, decay: float) -> Tensors
 def local_sgd(
     algorithm: Any, model: nn.Module, i: int, iteration: int, mu: float = 0.0
 ) -> nn.Module:
-    """The client's model after torch's own SGD; FedProx adds its term to the loss."""
+    """Return the client's model after torch's SGD; FedProx adds its term to the loss."""
     x, y = classes()[i]
-    own = copy.deepcopy(model)
+    local_model = copy.deepcopy(model)
     start = parameters(model)
     lr = algorithm.lr * algorithm.lr_decay**iteration
     opt = torch.optim.SGD(
-        own.parameters(), lr, momentum=algorithm.momentum, weight_decay=algorithm.weight_decay
+        local_model.parameters(),
+        lr,
+        momentum=algorithm.momentum,
+        weight_decay=algorithm.weight_decay,
     )
     for index in algorithm.local.plan(len(y), (0, str(i)), iteration):
         opt.zero_grad()
-        loss = nn.functional.cross_entropy(own(x[index]), y[index])
-        for name, w in own.named_parameters():
+        loss = nn.functional.cross_entropy(local_model(x[index]), y[index])
+        for name, w in local_model.named_parameters():
             loss = loss + mu / 2 * (w - start[name]).square().sum()
         loss.backward()
         opt.step()
-    return own
+    return local_model
 
 
 def literal_averaging(
     algorithm: Any, rounds: int, schedule: Schedule, mu: float = 0.0
 ) -> nn.Module:
-    """FedAvg (McMahan et al., 2017, Algorithm 1) and FedProx (Li et al., 2020, Algorithm 2)."""
+    """Run FedAvg (McMahan et al., 2017, Algorithm 1) or FedProx (Li et al., 2020, Algorithm 2)."""
     model = mlp()
     sizes = [len(y) for _, y in classes()]
     for iteration in range(rounds):
@@ -286,7 +295,7 @@ def literal_averaging(
 
 
 def literal_fednova(algorithm: Any, rounds: int, schedule: Schedule) -> nn.Module:
-    """Wang et al. (2020), equation (3): d_i = G_i a_i / |a_i|, gradients and their weights kept.
+    """Run Wang et al. (2020), equation (3): d_i = G_i a_i / |a_i|, with all gradients kept.
 
     For SGD with momentum a_i = [1 - rho^tau, 1 - rho^(tau - 1), ..., 1 - rho] / (1 - rho).
     """
@@ -302,13 +311,13 @@ def literal_fednova(algorithm: Any, rounds: int, schedule: Schedule) -> nn.Modul
         tau_eff, directions = 0.0, []
         for i in present:
             x, y = classes()[i]
-            own = copy.deepcopy(model)
-            opt = torch.optim.SGD(own.parameters(), lr, momentum=rho)
+            local_model = copy.deepcopy(model)
+            opt = torch.optim.SGD(local_model.parameters(), lr, momentum=rho)
             gradients = []
             for index in algorithm.local.plan(len(y), (0, str(i)), iteration):
-                grad = gradient_at(own, x[index], y[index], algorithm.weight_decay)
+                grad = gradient_at(local_model, x[index], y[index], algorithm.weight_decay)
                 gradients.append(grad)
-                for name, w in own.named_parameters():
+                for name, w in local_model.named_parameters():
                     w.grad = grad[name]
                 opt.step()
             tau = len(gradients)
@@ -330,7 +339,7 @@ def literal_fednova(algorithm: Any, rounds: int, schedule: Schedule) -> nn.Modul
 
 
 def literal_scaffold(algorithm: Any, rounds: int, schedule: Schedule) -> nn.Module:
-    """Karimireddy et al. (2020), Algorithm 1, Option II, with clients weighted by their sizes."""
+    """Run Karimireddy et al. (2020), Algorithm 1, Option II, with clients weighted by size."""
     model = mlp()
     alphas = shares(classes())
     c = {name: torch.zeros_like(w) for name, w in parameters(model).items()}
@@ -344,14 +353,14 @@ def literal_scaffold(algorithm: Any, rounds: int, schedule: Schedule) -> nn.Modu
         ends, changes = {}, {}
         for i in present:
             x, y = classes()[i]
-            own = copy.deepcopy(model)
+            local_model = copy.deepcopy(model)
             plan = algorithm.local.plan(len(y), (0, str(i)), iteration)
             for index in plan:
-                grad = gradient_at(own, x[index], y[index], algorithm.weight_decay)
+                grad = gradient_at(local_model, x[index], y[index], algorithm.weight_decay)
                 with torch.no_grad():
-                    for name, w in own.named_parameters():
+                    for name, w in local_model.named_parameters():
                         w -= lr * (grad[name] - c_i[i][name] + c[name])
-            ends[i] = parameters(own)
+            ends[i] = parameters(local_model)
             new = {
                 name: c_i[i][name] - c[name] + (start[name] - ends[i][name]) / (len(plan) * lr)
                 for name in c
@@ -372,7 +381,7 @@ PLAIN: dict[str, Any] = {"lr": 0.2}
 RATES: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.05, "server_lr": 0.7, "lr_decay": 0.9}
 EPOCH = Epochs(1, batch_size=4)
 WORK_OF_BASELINES = pytest.mark.parametrize(
-    ("own", "local"),
+    ("settings", "local"),
     [
         (PLAIN, EPOCH),
         (RATES, EPOCH),
@@ -383,9 +392,9 @@ WORK_OF_BASELINES = pytest.mark.parametrize(
 )
 
 
-def momentum(own: dict[str, Any]) -> float:
-    """Which Scaffold does not have."""
-    return 0.0 if own is PLAIN else 0.5
+def momentum(settings: dict[str, Any]) -> float:
+    """Return the momentum, which Scaffold does not have."""
+    return 0.0 if settings is PLAIN else 0.5
 
 
 def assert_equals_literal(algorithm: Algorithm, literal: nn.Module, rounds: int) -> None:
@@ -396,26 +405,26 @@ def assert_equals_literal(algorithm: Algorithm, literal: nn.Module, rounds: int)
 
 
 @WORK_OF_BASELINES
-def test_fedavg(own: dict[str, Any], local: Any) -> None:
-    algorithm = FedAvg(local=local, momentum=momentum(own), **own)
+def test_fedavg(settings: dict[str, Any], local: Any) -> None:
+    algorithm = FedAvg(local=local, momentum=momentum(settings), **settings)
     assert_equals_literal(algorithm, literal_averaging(algorithm, 8, some), 8)
 
 
 @WORK_OF_BASELINES
-def test_fedprox(own: dict[str, Any], local: Any) -> None:
-    algorithm = FedProx(local=local, mu=0.8, momentum=momentum(own), **own)
+def test_fedprox(settings: dict[str, Any], local: Any) -> None:
+    algorithm = FedProx(local=local, mu=0.8, momentum=momentum(settings), **settings)
     assert_equals_literal(algorithm, literal_averaging(algorithm, 8, some, mu=0.8), 8)
 
 
 @WORK_OF_BASELINES
-def test_fednova(own: dict[str, Any], local: Any) -> None:
-    algorithm = FedNova(local=local, momentum=momentum(own), **own)
+def test_fednova(settings: dict[str, Any], local: Any) -> None:
+    algorithm = FedNova(local=local, momentum=momentum(settings), **settings)
     assert_equals_literal(algorithm, literal_fednova(algorithm, 8, some), 8)
 
 
 @WORK_OF_BASELINES
-def test_scaffold(own: dict[str, Any], local: Any) -> None:
-    algorithm = Scaffold(local=local, **own)
+def test_scaffold(settings: dict[str, Any], local: Any) -> None:
+    algorithm = Scaffold(local=local, **settings)
     assert_equals_literal(algorithm, literal_scaffold(algorithm, 8, some), 8)
 
 
@@ -460,11 +469,11 @@ def test_local_steps_of_pisa_minimise_the_augmented_lagrangian(moment: bool) -> 
         w, ends = parameters(model), {}
         for i in some(iteration):
             x, y = classes()[i]
-            own = copy.deepcopy(model)
+            local_model = copy.deepcopy(model)
             for _ in range(4):
-                own.zero_grad()
-                lagrangian = nn.functional.cross_entropy(own(x), y)
-                for name, w_i in own.named_parameters():
+                local_model.zero_grad()
+                lagrangian = nn.functional.cross_entropy(local_model(x), y)
+                for name, w_i in local_model.named_parameters():
                     apart = w_i - w[name]
                     lagrangian = (
                         lagrangian
@@ -474,13 +483,13 @@ def test_local_steps_of_pisa_minimise_the_augmented_lagrangian(moment: bool) -> 
                     )
                 lagrangian.backward()
                 with torch.no_grad():
-                    for name, w_i in own.named_parameters():
+                    for name, w_i in local_model.named_parameters():
                         slope = w_i.grad
                         assert slope is not None
                         new = beta * second[i][name] + (1 - beta) * slope.square()
                         second[i][name] = new
                         w_i -= slope / (sigma + rho * (new.sqrt() if moment else 1.0))
-            ends[i] = parameters(own)
+            ends[i] = parameters(local_model)
         if not ends:
             continue
         with torch.no_grad():
@@ -517,8 +526,8 @@ def test_the_problem_is_hard_enough() -> None:
     the optimum as its solution."""
     clients = least_squares()
     best = optimum(clients)
-    own = [torch.linalg.lstsq(x, y).solution.T for x, y in clients]
-    assert max(float((w - best).norm() / best.norm()) for w in own) > 1
+    optima = [torch.linalg.lstsq(x, y).solution.T for x, y in clients]
+    assert max(float((w - best).norm() / best.norm()) for w in optima) > 1
     unweighted = [(x / len(x) ** 0.5, y / len(x) ** 0.5) for x, y in clients]
     assert (optimum(unweighted) - best).norm() > 0.1 * best.norm()
 
@@ -597,7 +606,7 @@ def test_a_client_that_joins_late(name: str) -> None:
     total = weighted_sum(hand.memory, kind, shares(everything))
     best = optimum(everything)
     # The sums tend to zero, so they are compared with what they are sums of.
-    largest = max(float(t.norm()) for own in hand.memory for t in own[kind].values())
+    largest = max(float(t.norm()) for memory in hand.memory for t in memory[kind].values())
     assert float((hand.server.memory[kind]["weight"] - total["weight"]).norm()) <= 1e-12 * largest
     assert distance(hand.server.weights, {"weight": best}) <= 1e-8
     assert (best - optimum(clients)).norm() > 0.05 * best.norm()
@@ -679,9 +688,9 @@ def test_messages_name_argument_value_and_range(
 
 @pytest.mark.parametrize("name", ["sigma", "rho", "gamma", "weight_decay", "consensus_decay"])
 def test_pisa_checks_as_sisa_does(name: str) -> None:
-    own = {"preconditioner": Identity(), "sigma": 1.0, "rho": 1.0, name: -1.0}
+    settings = {"preconditioner": Identity(), "sigma": 1.0, "rho": 1.0, name: -1.0}
     with pytest.raises(ValueError, match=rf"{name} must be .*, got -1.0"):
-        PISA(**own)  # type: ignore[arg-type]
+        PISA(**settings)  # type: ignore[arg-type]
 
 
 def test_preconditioner_of_another_kind() -> None:

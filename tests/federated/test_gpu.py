@@ -1,4 +1,4 @@
-"""What only a GPU can show: recorded rounds and clients side by side equal those of the CPU."""
+"""On a GPU: recorded rounds and batched clients equal those of the CPU."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -59,25 +59,27 @@ def assert_equals_cpu(
     tolerance: float = 1e-10,
     **settings: Any,
 ) -> Simulation:
-    """In float64, against clients that run in turn on the CPU."""
+    """Compare in float64 with sequential clients on the CPU, and return the simulation."""
     expected = simulate(algorithm, rounds, model, clients, batched=False, **settings)
-    found = simulate(algorithm, rounds, model, clients, batched=batched, device="cuda", **settings)
-    assert all(w.is_cuda for w in found.server.weights.values())
-    assert all(w.is_cuda for w in found.model.parameters())
-    assert distance(found.server.weights, expected.server.weights) <= tolerance
-    assert distance(parameters(found.model), parameters(expected.model)) <= tolerance
+    simulation = simulate(
+        algorithm, rounds, model, clients, batched=batched, device="cuda", **settings
+    )
+    assert all(w.is_cuda for w in simulation.server.weights.values())
+    assert all(w.is_cuda for w in simulation.model.parameters())
+    assert distance(simulation.server.weights, expected.server.weights) <= tolerance
+    assert distance(parameters(simulation.model), parameters(expected.model)) <= tolerance
     for kind, tensors in expected.server.memory.items():
-        assert distance(found.server.memory[kind], tensors) <= tolerance
-    for a, b in zip(memories(found), memories(expected), strict=True):
+        assert distance(simulation.server.memory[kind], tensors) <= tolerance
+    for a, b in zip(memories(simulation), memories(expected), strict=True):
         assert a.keys() == b.keys()
         for kind in a:
             if flat(b[kind]).any():
                 assert distance(a[kind], b[kind]) <= 10 * tolerance
             else:
                 assert not flat(a[kind]).any()
-    assert found.counts == expected.counts
+    assert simulation.counts == expected.counts
     assert distance(expected.server.weights, parameters(model())) > 1e-3
-    return found
+    return simulation
 
 
 @every_algorithm
@@ -115,8 +117,8 @@ def test_newton_schulz(batched: bool) -> None:
 
 def test_second_order() -> None:
     algorithm = PISA(preconditioner=Hessian(solver="dense"), sigma=1.0, rho=1.0)
-    found = assert_equals_cpu(algorithm, 6, batched=None, model=logistic, participation=some)
-    assert found.why_in_turn is not None
+    simulation = assert_equals_cpu(algorithm, 6, batched=None, model=logistic, participation=some)
+    assert simulation.why_in_turn is not None
 
 
 # Clients one after the other
@@ -131,13 +133,13 @@ def large(shape: tuple[int, ...] = (4,), sizes: Sequence[int] = LARGE) -> list[P
 @pytest.mark.parametrize("chunk", [100, 8192])
 def test_whole_gradients(name: str, steps: int, chunk: int) -> None:
     algorithm = MAKERS[name](local=FullGradient(steps=steps, chunk=chunk))
-    found = assert_equals_cpu(algorithm, 5, batched=True, clients=large(), participation=some)
-    assert found._clients._full_gradients is not None  # type: ignore[union-attr]
+    simulation = assert_equals_cpu(algorithm, 5, batched=True, clients=large(), participation=some)
+    assert simulation._clients._full_gradients is not None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("batched", [True, 2])
 def test_whole_gradients_of_convolutions_in_groups(batched: bool | int) -> None:
-    found = assert_equals_cpu(
+    simulation = assert_equals_cpu(
         SISA(sigma=4.0, gamma=0.9, local=FullGradient(chunk=256)),
         5,
         batched=batched,
@@ -145,7 +147,7 @@ def test_whole_gradients_of_convolutions_in_groups(batched: bool | int) -> None:
         clients=large((1, 6, 6)),
         participation=0.6,
     )
-    assert found._clients._full_gradients is not None  # type: ignore[union-attr]
+    assert simulation._clients._full_gradients is not None  # type: ignore[union-attr]
 
 
 def test_whole_gradients_where_everybody_takes_part_again_and_again() -> None:
@@ -168,8 +170,8 @@ def test_small_clients_and_minibatches_are_stacked() -> None:
         (SISA(local=Minibatches(2, 8)), large()),
         (FedAvg(lr=0.1), large()),
     ):
-        found = simulate(algorithm, 0, clients=clients, device="cuda")
-        assert found._clients._full_gradients is None  # type: ignore[union-attr]
+        simulation = simulate(algorithm, 0, clients=clients, device="cuda")
+        assert simulation._clients._full_gradients is None  # type: ignore[union-attr]
 
 
 # What is recorded
@@ -188,15 +190,15 @@ NUMBERS: dict[str, Algorithm] = {
 @pytest.mark.parametrize("algorithm", NUMBERS.values(), ids=NUMBERS)
 def test_graphs_do_not_bake_numbers_in(algorithm: Algorithm, clients: list[Pair]) -> None:
     """sigma and lr differ in every round, and the counters of the second moment too."""
-    found = assert_equals_cpu(algorithm, 8, batched=True, clients=clients)
+    simulation = assert_equals_cpu(algorithm, 8, batched=True, clients=clients)
 
     def recorded() -> int:
-        replays = found._clients._vmapped.values()  # type: ignore[union-attr]
+        replays = simulation._clients._vmapped.values()  # type: ignore[union-attr]
         return sum(len(getattr(replay, "_graphs", ())) for replay in replays)
 
     before = recorded()
     assert before > 0
-    found.round()
+    simulation.round()
     assert recorded() == before, "nothing new is to be recorded while shapes stay"
 
 
@@ -208,11 +210,11 @@ def test_graphs_do_not_bake_samples_in(local: Any) -> None:
 def test_two_simulations_at_a_time() -> None:
     """Their recordings share nothing."""
     algorithms = SISA(sigma=4.0), Scaffold(lr=0.1, local=FullGradient(steps=2))
-    found = [simulate(a, 0, clients=large(), device="cuda", batched=True) for a in algorithms]
+    simulations = [simulate(a, 0, clients=large(), device="cuda", batched=True) for a in algorithms]
     for _ in range(5):
-        for simulation in found:
+        for simulation in simulations:
             simulation.round()
-    for algorithm, simulation in zip(algorithms, found, strict=True):
+    for algorithm, simulation in zip(algorithms, simulations, strict=True):
         expected = simulate(algorithm, 5, clients=large(), batched=False)
         assert distance(simulation.server.weights, expected.server.weights) <= 1e-10
 

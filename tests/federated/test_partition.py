@@ -1,4 +1,4 @@
-"""Who holds what: what each kind of skew promises, every message, and the picture."""
+"""Partitions: what each kind of skew promises, every message, and the picture."""
 
 import hashlib
 import math
@@ -45,7 +45,7 @@ def covers(parts: Parts, n: int) -> bool:
 
 @st.composite
 def unbalanced(draw: st.DrawFn, least: int = 1) -> Tensor:
-    """Labels of any values, in any order, from rare to common."""
+    """Return labels of any values, in any order, from rare to common."""
     values = draw(st.lists(st.integers(-50, 50), min_size=1, max_size=7, unique=True))
     counts = [draw(st.integers(least, least + 60)) for _ in values]
     labels = list(chain(*([value] * count for value, count in zip(values, counts, strict=True))))
@@ -53,10 +53,10 @@ def unbalanced(draw: st.DrawFn, least: int = 1) -> Tensor:
 
 
 def skew(parts: Parts, labels: Tensor) -> float:
-    """The mean over clients of the total variation between its labels and all."""
+    """Return the mean over clients of the total variation between its labels and all."""
     counts = label_counts(parts, labels).double()
-    own = counts / counts.sum(1, keepdim=True)
-    return float((own - counts.sum(0) / counts.sum()).abs().sum(1).mean() / 2)
+    shares = counts / counts.sum(1, keepdim=True)
+    return float((shares - counts.sum(0) / counts.sum()).abs().sum(1).mean() / 2)
 
 
 # A number of labels per client
@@ -79,8 +79,8 @@ def test_every_client_holds_its_number_of_labels(
     holders = held.sum(0)
     assert set(holders.tolist()) <= {clients * s // C, math.ceil(clients * s / C)}
     for j in range(C):
-        own = counts[:, j][held[:, j]]
-        assert own.max() - own.min() <= 1
+        shares = counts[:, j][held[:, j]]
+        assert shares.max() - shares.min() <= 1
 
 
 def test_one_label_each_is_dealt_in_turn() -> None:
@@ -121,8 +121,8 @@ def test_every_balanced_number_of_holders_can_be_dealt() -> None:
                 for chosen in combinations(range(C), more):
                     holders = [base + (j in chosen) for j in range(C)]
                     held = partition._deal(holders, m, s, seed=m)
-                    assert all(len(set(own)) == s for own in held)
-                    assert [sum(j in own for own in held) for j in range(C)] == holders
+                    assert all(len(set(shares)) == s for shares in held)
+                    assert [sum(j in shares for shares in held) for j in range(C)] == holders
 
 
 def test_many_labels_are_dealt_to_many_clients() -> None:
@@ -249,8 +249,8 @@ def test_parts_are_decided_by_the_seed(way: Callable[[int], Parts]) -> None:
 )
 def test_parts_are_the_same_in_every_process(parts: Callable[[], Parts], digest: str) -> None:
     """On every machine and in every version: what was computed once."""
-    found = hashlib.sha256(str(as_lists(parts())).encode()).hexdigest()
-    assert found.startswith(digest)
+    actual = hashlib.sha256(str(as_lists(parts())).encode()).hexdigest()
+    assert actual.startswith(digest)
 
 
 def test_iid_is_split() -> None:

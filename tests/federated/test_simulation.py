@@ -474,7 +474,7 @@ def test_states_of_another_model(model: Callable[[], nn.Module]) -> None:
 
 
 def test_groups_may_change_between_runs() -> None:
-    """How many clients run at once is a matter of memory, not of the result."""
+    """The number of clients that run at once is a matter of memory, not of the result."""
     state = simulate(SISA(), 2, batched=True).state_dict()
     other = simulate(SISA(), 0, batched=2)
     other.load_state_dict(state)
@@ -502,7 +502,7 @@ def test_divergence(batched: bool, tmp_path: Path) -> None:
 
 
 def refused(model: nn.Module, clients: Sequence[Any], reason: str, algorithm: Any = None) -> None:
-    """In turn by default, with this reason, and an error where at once was asked for."""
+    """Check that clients run sequentially for this reason, and that batched=True raises."""
     algorithm = algorithm or SISA()
     simulation = Simulation(model, clients, algorithm)
     assert simulation.why_in_turn is not None

@@ -1,4 +1,4 @@
-"""What is committed belongs together: trials and choices, plans, results and reports."""
+"""Committed files fit together: trials and choices, plans, results and reports."""
 
 import dataclasses
 import json
@@ -13,6 +13,12 @@ from recipes.heterogeneity.report import overview
 from recipes.recipe import Recipe, Results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RECIPES = {
+    "heterogeneity": heterogeneity.RECIPE,
+    "language": language.RECIPE,
+    "vision": vision.RECIPE,
+    "gan": gan.RECIPE,
+}
 
 
 def saved(name: str) -> Results:
@@ -20,14 +26,7 @@ def saved(name: str) -> Results:
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        ("heterogeneity", heterogeneity.RECIPE),
-        ("language", language.RECIPE),
-        ("language_seed1", language.RECIPE),
-        ("vision", vision.RECIPE),
-        ("gan", gan.RECIPE),
-    ],
+    ("name", "recipe"), [*RECIPES.items(), ("language_seed1", language.RECIPE)]
 )
 def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
     results = saved(name)
@@ -38,15 +37,7 @@ def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
         assert done["settings"] == json.loads(json.dumps(dataclasses.asdict(plan[run]))), run
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        ("heterogeneity", heterogeneity.RECIPE),
-        ("language", language.RECIPE),
-        ("vision", vision.RECIPE),
-        ("gan", gan.RECIPE),
-    ],
-)
+@pytest.mark.parametrize(("name", "recipe"), RECIPES.items())
 def test_page_is_the_report_of_the_results(name: str, recipe: Recipe) -> None:
     assert recipe.report is not None
     page = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
@@ -58,15 +49,7 @@ def test_readme_shows_the_results() -> None:
     assert table in (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        ("heterogeneity", heterogeneity.RECIPE),
-        ("language", language.RECIPE),
-        ("vision", vision.RECIPE),
-        ("gan", gan.RECIPE),
-    ],
-)
+@pytest.mark.parametrize(("name", "recipe"), RECIPES.items())
 def test_saved_statements_follow_from_the_results(name: str, recipe: Recipe) -> None:
     results = saved(name)
     assert results["checks"] == [dataclasses.asdict(check) for check in recipe.check(results)]

@@ -63,7 +63,7 @@ def test_file_that_is_no_idx_file_is_named(tmp_path: Path) -> None:
 
 
 def cifar_batches() -> tuple[dict[str, bytes], datasets.Arrays]:
-    """Six batches as published: by Python 2, with bytes as keys, labels in a list."""
+    """Return six batches as published: by Python 2, with bytes as keys, labels in a list."""
     rows = [images(4, 3072) for _ in range(6)]
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     files = {

@@ -38,7 +38,7 @@ def test_rnn(name: str) -> None:
     training = RnnTraining(rnn_plan(RNN["quick"])[name], CUDA, "nowhere")
     lines = [training.advance() for _ in range(2)]
     assert len(training._passes) > 3  # lengths of windows
-    assert all(own.graph is not None for own in training._passes.values())
+    assert all(graphed.graph is not None for graphed in training._passes.values())
     assert lines[1]["perplexity"] < 0.8 * lines[0]["perplexity"]
 
 
@@ -47,5 +47,5 @@ def test_gan(name: str) -> None:
     pytest.importorskip("torchmetrics")
     training = GanTraining(gan_plan(GAN["quick"])[name], CUDA, "nowhere")
     lines = [training.advance() for _ in range(4)]
-    assert all(own.graph is not None for own in training._passes.values())
+    assert all(graphed.graph is not None for graphed in training._passes.values())
     assert lines[-1]["fid_pixels"] < 0.85 * lines[0]["fid_pixels"]

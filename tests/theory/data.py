@@ -11,7 +11,7 @@ N = 4
 
 
 def batches(kind: str, skewed: bool, scale: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Three batches of unequal size; `skewed` sorts by target first, so that batches disagree."""
+    """Return three batches of unequal size; `skewed` sorts by target, so that they disagree."""
     generator = torch.Generator().manual_seed(0)
     total = sum(SIZES)
     a = torch.randn(total, N, generator=generator, dtype=torch.float64)

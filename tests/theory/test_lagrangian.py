@@ -41,7 +41,7 @@ class Values(NamedTuple):
 
 
 def literal(name, p):
-    """Algorithm 1 with (2.6) and (3.7) after every iteration."""
+    """Run Algorithm 1 with (2.6) and (3.7) after every iteration."""
     alpha, lam = p.alpha.numpy(), p.consensus_decay
     w, w_i, pi = START.copy(), [START.copy()] * M, [np.zeros(N)] * M
     q, sigma = [np.zeros((N, N))] * M, list(SIGMA0)
@@ -76,7 +76,7 @@ def literal(name, p):
 
 
 def descent(p, last, now):
-    """The left side of (3.6) minus its right side."""
+    """Return the left side of (3.6) minus its right side."""
     promised = 0.0
     for i in range(M):
         step, local_step = now.w - last.w, now.w_i[i] - last.w_i[i]

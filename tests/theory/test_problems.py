@@ -37,7 +37,7 @@ def ball(n, radius, count):
 
 
 def gradient(p, i, w, samples=None):
-    """Of F_i on a mini-batch."""
+    """Return the gradient of F_i on a mini-batch."""
     w = w.clone().requires_grad_()
     loss = p.loss(i, w, samples) + 0.5 * p.weight_decay * (w @ w)
     return torch.autograd.grad(loss, w)[0]
@@ -141,17 +141,17 @@ def test_delta_bounds_omega(kind, gamma):
 
 def test_terms_of_the_condition():
     p = problem("least squares")
-    found = constants_of(p, gamma=0.9, rho_eta=[1.0, 5.0, 2.0], sigma=0.5)
-    assert found.delta == delta_of(p, gamma=0.9, sigma=0.5)
-    assert found.terms == {
+    constants = constants_of(p, gamma=0.9, rho_eta=[1.0, 5.0, 2.0], sigma=0.5)
+    assert constants.delta == delta_of(p, gamma=0.9, sigma=0.5)
+    assert constants.terms == {
         "sigma": 4.0,
         "rho_i eta_i": 40.0,
         "r_i": 8 * max(p.smoothness(i, math.inf) for i in range(3)),
-        "delta^-2": 8 / found.delta**2,
+        "delta^-2": 8 / constants.delta**2,
         "epsilon_i(2 delta)": 8
-        * max(64 * p.gradient_bound(i, 2 * found.delta) ** 2 for i in range(3)),
+        * max(64 * p.gradient_bound(i, 2 * constants.delta) ** 2 for i in range(3)),
     }
-    assert found.sigma0 == found.terms["epsilon_i(2 delta)"]
+    assert constants.sigma0 == constants.terms["epsilon_i(2 delta)"]
 
 
 def test_constants_of_the_rate():

@@ -12,32 +12,32 @@ from torchpisa.theory import Blocks, certify
 @pytest.mark.parametrize("kind", ["least squares", "logistic"])
 @pytest.mark.parametrize("shapes", [[(2, 2)], [(1, 4)], [(1, 2), (2,)]], ids=str)
 def test_passes(kind, shapes, average):
-    own = Blocks(Spectral(eta=0.5, average=average), shapes, SecondMoment(eta=0.4))
-    certificate = certify(problem(kind, True), own, rho=2.0, iterations=25)
+    preconditioner = Blocks(Spectral(eta=0.5, average=average), shapes, SecondMoment(eta=0.4))
+    certificate = certify(problem(kind, True), preconditioner, rho=2.0, iterations=25)
     assert certificate.passed, str(certificate)
     assert certificate.constants.terms["rho_i eta_i"] == 8.0  # sigma0 >= 8 rho eta
 
 
 def test_sigma_below_eight_rho_eta_is_named():
     """Where rho eta decides, sigma0 one percent below it is an unmet condition."""
-    own = Blocks(Spectral(eta=1e12), [(2, 2)])
-    wanted = certify(problem("least squares"), own, iterations=1).constants
+    preconditioner = Blocks(Spectral(eta=1e12), [(2, 2)])
+    wanted = certify(problem("least squares"), preconditioner, iterations=1).constants
     assert wanted.dominant == "rho_i eta_i"
     assert wanted.sigma0 == 8e12
-    low = certify(problem("least squares"), own, sigma0=0.99 * 8e12, iterations=1)
+    low = certify(problem("least squares"), preconditioner, sigma0=0.99 * 8e12, iterations=1)
     assert "rho_i eta_i" in low.unmet[0]
 
 
 def test_the_cap_is_checked_and_not_believed():
     """Singular values above the eta that is claimed."""
-    own = Blocks(Spectral(), [(2, 2)])
+    preconditioner = Blocks(Spectral(), [(2, 2)])
     with pytest.raises(ValueError, match="eta must be given for Blocks"):
-        certify(problem("least squares"), own)
-    certificate = certify(problem("least squares"), own, eta=1e-3, iterations=5)
+        certify(problem("least squares"), preconditioner)
+    certificate = certify(problem("least squares"), preconditioner, eta=1e-3, iterations=5)
     assert not certificate["preconditioner"].holds
 
 
 def test_shapes_that_do_not_fit():
-    own = Blocks(Spectral(eta=1.0), [(2, 3)])
+    preconditioner = Blocks(Spectral(eta=1.0), [(2, 3)])
     with pytest.raises(ValueError, match=r"shapes must be of 4 weights together, got 6: \[\(2"):
-        certify(problem("least squares"), own, iterations=1, start=torch.zeros(4))
+        certify(problem("least squares"), preconditioner, iterations=1, start=torch.zeros(4))

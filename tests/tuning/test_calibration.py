@@ -21,21 +21,21 @@ def batches() -> list[Any]:
 def test_formula() -> None:
     """Literally: the noise of gradients, entry by entry."""
     net, data = model(), batches()[:8]
-    found = calibrate(net, scaled(), data, lr=1e-2, momentum=0.8)
+    settings = calibrate(net, scaled(), data, lr=1e-2, momentum=0.8)
     rows = []
     for batch in data:
         grads = torch.autograd.grad(scaled()(net, batch), list(net.parameters()))
         rows.append(torch.cat([grad.flatten() for grad in grads]).double())
     noise = torch.stack(rows).var(dim=0).mean().sqrt()
-    assert found["sigma"] == pytest.approx(float(noise) / 1e-2, rel=1e-4)
-    assert found["rho"] == pytest.approx(0.8 / 0.2 / 1e-2)
+    assert settings["sigma"] == pytest.approx(float(noise) / 1e-2, rel=1e-4)
+    assert settings["rho"] == pytest.approx(0.8 / 0.2 / 1e-2)
 
 
 def test_momentum_and_step_are_what_was_asked_for() -> None:
-    found = calibrate(model(), scaled(), batches(), lr=1e-3, momentum=0.9)
-    q = found["sigma"] * 1e-3
-    assert found["rho"] * q / (found["sigma"] + found["rho"] * q) == pytest.approx(0.9)
-    assert q / found["sigma"] == pytest.approx(1e-3)
+    settings = calibrate(model(), scaled(), batches(), lr=1e-3, momentum=0.9)
+    q = settings["sigma"] * 1e-3
+    assert settings["rho"] * q / (settings["sigma"] + settings["rho"] * q) == pytest.approx(0.9)
+    assert q / settings["sigma"] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
@@ -54,10 +54,10 @@ def test_training_does_not_depend_on_the_scale_of_the_loss(scale: float) -> None
 
 def test_equal_batches_have_no_noise() -> None:
     net, data = model(), batches()[:1] * 4
-    found = calibrate(net, scaled(), data, lr=1.0)
+    settings = calibrate(net, scaled(), data, lr=1.0)
     grads = torch.autograd.grad(scaled()(net, data[0]), list(net.parameters()))
     size = torch.cat([grad.flatten() for grad in grads]).square().mean().sqrt()
-    assert found["sigma"] == pytest.approx(0.1 * float(size), rel=1e-4)
+    assert settings["sigma"] == pytest.approx(0.1 * float(size), rel=1e-4)
 
 
 def test_unused_frozen_and_complex_parameters() -> None:
@@ -72,8 +72,8 @@ def test_unused_frozen_and_complex_parameters() -> None:
     def loss(net: Odd, x: torch.Tensor) -> torch.Tensor:
         return (net.used * x * net.frozen).sum() + (net.turn * x).abs().sum()
 
-    found = calibrate(Odd(), loss, [torch.randn(3) for _ in range(4)])
-    assert math.isfinite(found["sigma"])
+    settings = calibrate(Odd(), loss, [torch.randn(3) for _ in range(4)])
+    assert math.isfinite(settings["sigma"])
 
 
 @pytest.mark.parametrize(

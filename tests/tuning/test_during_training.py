@@ -88,7 +88,7 @@ def test_restart_needs_a_fresh_optimizer() -> None:
 
 
 def least_squares(sigma: float, balanced: bool) -> tuple[float, list[float]]:
-    """Error and sigma after 400 rounds on four batches with different solutions."""
+    """Return error and sigma after 400 rounds on four batches with different solutions."""
     torch.manual_seed(0)
     a = torch.randn(4, 20, 5, dtype=torch.float64)
     b = torch.randn(4, 20, 1, dtype=torch.float64) + torch.arange(4.0).view(4, 1, 1)

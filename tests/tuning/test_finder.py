@@ -14,27 +14,27 @@ from torchpisa.tuning.loss_trend import loss_trend
 @pytest.mark.parametrize("scale", [1e-2, 1e2])
 def test_finds_a_sigma_that_trains(scale: float) -> None:
     net, data = model(), loader()
-    found = find_sigma(net, scaled(scale), data)
-    verdicts = [trial.verdict for trial in found.trials]
+    finding = find_sigma(net, scaled(scale), data)
+    verdicts = [trial.verdict for trial in finding.trials]
     assert verdicts[-1] == "steady"
-    chosen = next(trial for trial in found.trials if trial.sigma == found.sigma)
-    ends = [trial.losses[-1] for trial in found.trials if trial.verdict == "steady"]
+    chosen = next(trial for trial in finding.trials if trial.sigma == finding.sigma)
+    ends = [trial.losses[-1] for trial in finding.trials if trial.verdict == "steady"]
     assert chosen.losses[-1] == min(ends) < 0.7 * chosen.losses[0]
-    sigmas = [trial.sigma for trial in found.trials]
+    sigmas = [trial.sigma for trial in finding.trials]
     assert sigmas == pytest.approx([sigmas[0] * 2**k for k in range(len(sigmas))])
 
 
 def test_runs_that_diverge_end_early() -> None:
-    found = find_sigma(model(), scaled(), loader(), PISA, smallest=1e-6, factor=10.0, rho=0.0)
-    assert found.trials[0].verdict == "diverges"
-    assert found.trials[0].steps[-1] < 200
-    assert found.rho == 0.0
+    finding = find_sigma(model(), scaled(), loader(), PISA, smallest=1e-6, factor=10.0, rho=0.0)
+    assert finding.trials[0].verdict == "diverges"
+    assert finding.trials[0].steps[-1] < 200
+    assert finding.rho == 0.0
 
 
 def test_several_batches_per_round() -> None:
-    found = find_sigma(model(), scaled(), loader(), SISA, batches=4, rho=100.0)
-    assert found.sigma > 0
-    assert found.rho == 100.0
+    finding = find_sigma(model(), scaled(), loader(), SISA, batches=4, rho=100.0)
+    assert finding.sigma > 0
+    assert finding.rho == 100.0
 
 
 def test_no_steady_run() -> None:
@@ -44,8 +44,8 @@ def test_no_steady_run() -> None:
 
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = find_sigma(model(), scaled(), loader(), steps=50)
-    found.draw(tmp_path / "sigma.png")
+    finding = find_sigma(model(), scaled(), loader(), steps=50)
+    finding.draw(tmp_path / "sigma.png")
     assert (tmp_path / "sigma.png").stat().st_size > 5000
 
 
@@ -83,7 +83,7 @@ def test_bad_arguments(more: dict[str, float], message: str) -> None:
 
 def test_each_optimizer_has_its_scale() -> None:
     net = model()
-    found = find_sigma(net, scaled(), loader(), NSISA, trials=10, steps=40)
-    assert found.trials[0].sigma == 80 / 32
+    finding = find_sigma(net, scaled(), loader(), NSISA, trials=10, steps=40)
+    assert finding.trials[0].sigma == 80 / 32
     with pytest.raises(ValueError, match="got MISA: choose its lr instead"):
         find_sigma(net, scaled(), loader(), MISA)

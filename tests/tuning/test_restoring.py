@@ -25,7 +25,7 @@ def everything(net: nn.Module, generator: torch.Generator) -> list[Any]:
 
 
 def random_loss(net: nn.Module, batch: Any) -> torch.Tensor:
-    """Draws from every generator there is."""
+    """Draw from every generator there is."""
     noise = random.random() + np.random.rand() + float(torch.rand(()))
     return scaled()(net, batch) + 1e-6 * noise
 

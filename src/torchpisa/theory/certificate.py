@@ -108,8 +108,10 @@ class Certificate:
         if not self.constants.proven:
             lines.append("the constants are estimates: nothing is proven")
         lines += [str(check) for check in self.checks]
-        way = "" if self.covered is None else f"{self.covered:.2g} of the way to the solution, "
-        lines.append(f"moved: {way}gradient norm {self.gradient_left:.6g} of its start")
+        distance = (
+            "" if self.covered is None else f"{self.covered:.2g} of the way to the solution, "
+        )
+        lines.append(f"moved: {distance}gradient norm {self.gradient_left:.6g} of its start")
         return "\n".join(lines)
 
 

@@ -69,7 +69,7 @@ class Statement(NamedTuple):
     Attributes:
         name: what it is called in a certificate.
         reference: where the paper has it.
-        samples: its inequalities in a run.
+        inequalities: yields its inequalities in a run.
     """
 
     name: str

@@ -32,9 +32,9 @@ def expected(gradients: FullGradients, clients: list[int]) -> dict[str, Tensor]:
 def test_means_over_chunks_stacked(gradients: FullGradients) -> None:
     weights = trainable(gradients._objective.model)
     for clients in ([0, 1, 2], [2, 0], [0, 1, 2], [0, 1, 2]):
-        found = gradients(weights, clients)
+        actual = gradients(weights, clients)
         for name, value in expected(gradients, clients).items():
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-14)
 
 
 def test_groups_that_come_again_are_recorded(

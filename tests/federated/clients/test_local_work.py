@@ -30,7 +30,7 @@ def drawn(work: LocalWork, n: int, key: Key, iteration: int) -> list[list[int]]:
 
 
 def joined(work: LocalWork, n: int, key: Key, count: int) -> list[int]:
-    """All samples of the first `count` rounds, in order."""
+    """Return all samples of the first `count` rounds, in order."""
     return [i for k in range(count) for index in drawn(work, n, key, k) for i in index]
 
 
@@ -136,9 +136,9 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "own", "message"), CASES)
+@pytest.mark.parametrize(("make", "arguments", "message"), CASES)
 def test_messages_name_argument_value_and_range(
-    make: Any, own: dict[str, Any], message: str
+    make: Any, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        make(**own)
+        make(**arguments)

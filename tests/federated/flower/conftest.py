@@ -21,7 +21,7 @@ except ImportError:
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory):
-    """Forks the processes of all deployments."""
+    """Yield the process that forks those of all deployments."""
     from tests.federated.flower.deployment import Nursery
 
     started = Nursery(tmp_path_factory.mktemp("nursery"))

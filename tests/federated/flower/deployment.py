@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.4",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -45,7 +45,7 @@ _POLLS = re.compile(rb".*(?:POST|GET) /v1/.*\n")
 
 
 def example_module(file: str) -> ModuleType:
-    """A file of the example, as a module."""
+    """Return a file of the example as a module."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, EXAMPLE / file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -72,7 +72,7 @@ class Nursery:
         self._answer("ready")
 
     def fork(self, order: Mapping[str, object]) -> int:
-        """Start a process; its id, which is that of its session too."""
+        """Start a process and return its id, which is also that of its session."""
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return int(self._answer())
@@ -94,10 +94,13 @@ class Deployment:
     """A SuperLink, its gate and SuperNodes, started and killed one by one.
 
     Args:
-        folder: where keys, logs and checkpoints go.
-        nodes: how many node keys are made; `register` says which of them are made known.
+        folder: the folder of keys, logs and checkpoints.
+        nodes: the number of node keys to make; `register` makes one known to the SuperLink.
         nursery: starts the processes.
         max_reply: of the gate.
+
+    Attributes:
+        checkpoint: the server's, of the training that was started last.
     """
 
     def __init__(self, folder: Path, nodes: int, nursery: Nursery, max_reply: str = "8M") -> None:
@@ -110,6 +113,7 @@ class Deployment:
             certificates.make_node_key(self.secrets / f"node-{number}")
         self.environment = {**ENVIRONMENT, "FLWR_HOME": str(folder / "home")}
         (folder / "home").mkdir()
+        self.checkpoint = folder / "server.pt"
         self.pids: dict[str, int] = {}
         self._started: list[int] = []
         self._nursery = nursery
@@ -146,7 +150,7 @@ root-certificates = "{self.secrets / "ca.crt"}"
             time.sleep(0.1)
 
     def fork(self, role: str, name: str, *arguments: object) -> int:
-        """Start a process of Flower, or ours; its output goes to the log `name`."""
+        """Start a process of Flower, or of ours, with its output in the log `name`."""
         self.pids[name] = self._nursery.fork(
             {
                 "role": role,
@@ -159,7 +163,7 @@ root-certificates = "{self.secrets / "ca.crt"}"
         return self.pids[name]
 
     def log(self, name: str) -> str:
-        """What a process has written so far."""
+        """Return what a process has written so far."""
         file = self.folder / f"{name}.log"
         return file.read_text(errors="replace") if file.exists() else ""
 
@@ -197,7 +201,7 @@ root-certificates = "{self.secrets / "ca.crt"}"
             )
 
     def _serve(self, role: str, name: str, *arguments: object, port: int | None = None) -> int:
-        """Start what listens; on another port if the first was taken. The port."""
+        """Start a server, on another port if the first is taken, and return the port."""
         for _ in range(5):
             chosen = free_port() if port is None else port
             pid = self.fork(role, name, *arguments, "--port", chosen)
@@ -250,29 +254,25 @@ root-certificates = "{self.secrets / "ca.crt"}"
             self.register(number)
             self.node(number)
 
-    def train(self, app: Path = EXAMPLE, **config: object) -> str:
-        """Start a run of an app; its id. `iteration` tells how far it is."""
-        config = {"checkpoint": str(self.checkpoint), "poll": 0.2, **config}
+    def train(self, app: Path = EXAMPLE, *, checkpoint: str = "server.pt", **config: object) -> str:
+        """Start a run of an app and return its id; `iteration` says how many rounds are done."""
+        self.checkpoint = self.folder / checkpoint
+        config = {"checkpoint": str(self.checkpoint), "poll": 0.1, **config}
         overrides = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
         said = self.flwr("run", app, "test", "--run-config", overrides)
-        found = re.search(r"Successfully started run (\d+)", said.replace("\n", " "))
-        if not found:
+        started = re.search(r"Successfully started run (\d+)", said.replace("\n", " "))
+        if not started:
             raise RuntimeError(said)
-        return found[1]
-
-    @property
-    def checkpoint(self) -> Path:
-        """The server's."""
-        return self.folder / "server.pt"
+        return started[1]
 
     @property
     def memory(self) -> Path:
-        """The folder of all clients."""
+        """Return the folder of all clients."""
         return self.folder / "memory"
 
     @property
     def iteration(self) -> int:
-        """How many rounds are done."""
+        """Return the number of rounds done."""
         saved = durable_files.load(self.checkpoint)
         return 0 if saved is None else saved["server"]["iteration"]
 
@@ -281,14 +281,14 @@ root-certificates = "{self.secrets / "ca.crt"}"
         self.wait(lambda: self.iteration >= iteration, f"round {iteration}")
 
     def flwr(self, *arguments: object) -> str:
-        """Run the command line of Flower to its end; what it says."""
+        """Run the command line of Flower to its end and return its output."""
         name = f"flwr-{uuid.uuid4().hex[:8]}"
         pid = self.fork("flwr", name, *arguments)
         self.wait(lambda: not _alive(pid), f"flwr {arguments[0]}")
         return self.log(name)
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Until `done()`, as long as something moves; otherwise the logs are in the error."""
+        """Wait for `done()` as long as something moves; otherwise raise an error with the logs."""
         start = moved = looked = time.monotonic()
         seen = None
         while not done():
@@ -305,7 +305,7 @@ root-certificates = "{self.secrets / "ca.crt"}"
             time.sleep(0.1)
 
     def _progress(self) -> object:
-        """Whatever changes when something happens: checkpoint and logs, but for mere polling."""
+        """Return what changes when something happens: checkpoint and logs, without polling."""
         sizes = {
             file.name: len(_POLLS.sub(b"", file.read_bytes())) for file in self.folder.glob("*.log")
         }
@@ -327,7 +327,7 @@ def _alive(pid: int) -> bool:
 
 
 def _session(leader: int) -> Iterator[int]:
-    """The processes of a session."""
+    """Yield the processes of a session."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             # The name of the program, in parentheses, may hold spaces.
@@ -351,7 +351,7 @@ def end_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Processes with the mark in their environment."""
+    """Yield processes with the mark in their environment."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():

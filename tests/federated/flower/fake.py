@@ -70,8 +70,8 @@ class FakeGrid(Grid):
         return None if reply is None else _copy(reply)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        found = (self._replies.pop(message_id, None) for message_id in message_ids)
-        return [reply for reply in found if reply is not None]
+        replies = (self._replies.pop(message_id, None) for message_id in message_ids)
+        return [reply for reply in replies if reply is not None]
 
     def get_node_ids(self) -> list[int]:
         return [node for node in self.nodes if node not in self.offline]
@@ -100,14 +100,14 @@ def _copy(message: Message) -> Message:
 
 
 def model() -> nn.Module:
-    """A small network, always with the same weights."""
+    """Return a small network, always with the same weights."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
 def client_data(client: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clients with one label each and different numbers of samples."""
+    """Return clients with one label each and different numbers of samples."""
     generator = torch.Generator().manual_seed(client)
     count = 5 + 2 * client
     inputs = torch.randn(count, 3, generator=generator) + client
@@ -115,7 +115,7 @@ def client_data(client: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def app(algorithm: Algorithm, folder: Path | None = None, **options: Any) -> ClientApp:
-    """The app of every client; which one it is, is in the node config."""
+    """Return the app of every client, which reads its name from the node config."""
     return client_app(
         model,
         lambda context: client_data(int(context.node_config["partition-id"])),
@@ -131,7 +131,7 @@ SETTING = SISA(sigma=5.0, rho=1.0)
 def federation(
     folder: Path | None, clients: int = 4, algorithm: Algorithm = SETTING, **options: Any
 ) -> FakeGrid:
-    """A grid whose node i is client i."""
+    """Return a grid whose node i is client i."""
     grid = FakeGrid()
     for client in range(clients):
         grid.add(client, app(algorithm, folder, **options), str(client))
@@ -141,19 +141,19 @@ def federation(
 def strategy(
     checkpoint: Path | None = None, algorithm: Algorithm = SETTING, **options: Any
 ) -> FederatedStrategy:
-    """A strategy that does not wait for what will not come."""
+    """Return a strategy with short deadlines."""
     settings = {"clients": 4, "deadline": 0.05, "patience": 0.05, "poll": 0.01, **options}
     return FederatedStrategy(algorithm, checkpoint=checkpoint, **settings)
 
 
 def imbalance(strategy: FederatedStrategy, folder: Path, kind: str = "dual") -> float:
-    """`imbalance_of` a strategy that is still there."""
+    """Return `imbalance_of` a strategy."""
     clients = {name: vars(client) for name, client in strategy.clients.items()}
     return imbalance_of({"server": vars(strategy.server), "clients": clients}, folder, kind)
 
 
 def imbalance_of(saved: dict[str, Any], folder: Path, kind: str = "dual") -> float:
-    """How far the server's sum is from that of its clients' memories; 0 but for rounding.
+    """Return how far the server's sum is from that of its clients' memories; 0 but for rounding.
 
     Args:
         saved: the server's checkpoint.

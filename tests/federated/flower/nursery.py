@@ -24,8 +24,8 @@ from pathlib import Path
 
 from tests.federated.flower.ports import free_port
 
-_NAPS = {3: 0.5, 0.5: 0.1}
-"""How long a SuperNode waits instead: for a message, and for the answer of its app."""
+_NAPS = {3: 0.2, 0.5: 0.1}
+"""Seconds that a SuperNode waits instead: for a message, and for the answer of its app."""
 
 _MODULES = [
     "flwr.cli.app",

@@ -9,7 +9,7 @@ _FIRST, _LAST = 20000, 32000
 
 
 def free_port() -> int:
-    """A port on this machine that nobody listens on."""
+    """Return a port of this machine on which nobody listens."""
     # Not random.choice: tests seed that, and two runs must not draw the same ports.
     draw = random.Random(os.urandom(8))
     while True:
@@ -23,6 +23,6 @@ def free_port() -> int:
 
 
 def listens(port: int) -> bool:
-    """Whether somebody does."""
+    """Return True if somebody listens on the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

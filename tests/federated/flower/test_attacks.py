@@ -63,12 +63,12 @@ def start(grid, server, rounds=6, **options):
 
 
 def key(number):
-    """A public key, as far as the roster looks."""
+    """Return what the roster takes for a public key."""
     return b"-----BEGIN PUBLIC KEY-----\n" + bytes([number])
 
 
 def lying(change, iterations=range(1000)):
-    """A client that changes its honest answer in some rounds."""
+    """Return a trick that changes an honest answer in some rounds."""
 
     def trick(message, answer):
         reply = answer()
@@ -92,7 +92,7 @@ def times(factor, field="delta"):
 
 
 def lost_memory(folder):
-    """The SuperNodes were restarted, and had no folder."""
+    """Restart the SuperNodes, which had no folder."""
     start(federation(None), strategy(folder / "server.pt"), 3)
     return federation(None), strategy(folder / "server.pt"), "took update 2 of this client last"
 
@@ -338,11 +338,11 @@ def loss(record, clients):
 
 @pytest.mark.parametrize("by", ["strategy", "command"])
 def test_client_that_lost_its_folder_starts_anew(by, tmp_path):
-    file, folder, own = tmp_path / "server.pt", tmp_path / "clients", tmp_path / "own"
+    file, folder, client_folder = tmp_path / "server.pt", tmp_path / "clients", tmp_path / "own"
     grid = federation(folder)
-    grid.add(1, app(SETTING, own), "1")
+    grid.add(1, app(SETTING, client_folder), "1")
     start(grid, strategy(file), 4)
-    shutil.rmtree(own)
+    shutil.rmtree(client_folder)
     refused = start(grid, strategy(file), 5)
     assert "restart CHECKPOINT CLIENT" in refused.rounds[0].rejected["1"]
     server = strategy(file)
@@ -352,7 +352,7 @@ def test_client_that_lost_its_folder_starts_anew(by, tmp_path):
     else:
         start(grid, server, 8, evaluate_fn=lambda number, _: number == 5 and server.restart("1"))
     assert all(entry.present == ["0", "1", "2", "3"] for entry in server.rounds)
-    shutil.copytree(own, folder, dirs_exist_ok=True)
+    shutil.copytree(client_folder, folder, dirs_exist_ok=True)
     assert imbalance(server, folder) < 1e-6
 
 
@@ -581,11 +581,11 @@ def test_mods_that_would_destroy_updates_are_refused(mod):
 def test_harmless_mods_are_taken():
     seen = []
 
-    def own(message, context, call_next):
+    def client_folder(message, context, call_next):
         seen.append(message.metadata.message_type)
         return call_next(message, context)
 
-    start(federation(None, mods=[message_size_mod, own]), strategy(), 1)
+    start(federation(None, mods=[message_size_mod, client_folder]), strategy(), 1)
     assert sorted(seen) == ["query"] * 4 + ["train"] * 4
 
 

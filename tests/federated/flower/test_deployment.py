@@ -1,6 +1,5 @@
 """The example on real SuperNodes, with a gate, TLS and registered keys; processes are killed."""
 
-import random
 import re
 import shutil
 import ssl
@@ -33,8 +32,33 @@ def task():
     return example_module("federated_digits/task.py")
 
 
-def alone(task, rounds, clients=CLIENTS, **options):
-    """The same training in one process."""
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, nursery):
+    """Yield a deployment for trainings that kill nothing; each has its own checkpoint."""
+    folder = tmp_path_factory.mktemp("deployment")
+    with Deployment(folder, CLIENTS + 1, nursery, max_reply="64M") as deployment:
+        deployment.superlink()
+        deployment.nodes(CLIENTS)
+        yield deployment
+
+
+def train(deployment, name, rounds, app=EXAMPLE):
+    """Train to the end; return the checkpoint, and what the server has logged meanwhile."""
+    before = len(deployment.log("superlink"))
+    deployment.train(app, checkpoint=f"{name}.pt", rounds=rounds, deadline=100.0)
+    deployment.reach(rounds)
+    return durable_files.load(deployment.checkpoint), deployment.log("superlink")[before:]
+
+
+def app_with(client, folder):
+    """Return a copy of the example with another client app."""
+    app = shutil.copytree(EXAMPLE, folder / "app")
+    shutil.copy(Path(__file__).with_name(client), app / "federated_digits" / "client_app.py")
+    return app
+
+
+def in_one_process(task, rounds, clients=CLIENTS, **options):
+    """Run the same training as a simulation."""
     contexts = [SimpleNamespace(node_config={"partition-id": i}) for i in range(clients)]
     simulation = Simulation(
         task.model(),
@@ -52,39 +76,36 @@ def assert_close(saved, simulation):
         assert gap <= 1e-5
 
 
-def test_equals_simulation_and_strangers_stay_outside(task, tmp_path, nursery):
+def test_equals_simulation_and_strangers_stay_outside(task, shared):
     """A stranger has reached the gate and has ca.crt, which is public."""
     rounds = 6
-    with Deployment(tmp_path, CLIENTS + 1, nursery) as deployment:
-        deployment.superlink()
-        deployment.nodes(CLIENTS)
-        # To join with a key that nobody has registered,
-        deployment.node(CLIENTS, ready=False)
-        # to register that key, and to run an app of one's own.
-        deployment.connection("stranger", deployment.door)
-        key = deployment.secrets / f"node-{CLIENTS}.pub"
-        registered = deployment.flwr("supernode", "register", key, "stranger")
-        started = deployment.flwr("run", EXAMPLE, "stranger")
-        codes = {path: post(deployment, path) for path in CLOSED}
-        deployment.train(rounds=rounds, deadline=100.0)
-        deployment.reach(rounds)
-        deployment.wait(
-            lambda: "Failed to initialize" in deployment.log(f"node-{CLIENTS}"), "the stranger"
-        )
-        joined = deployment.log(f"node-{CLIENTS}")
-        listed = deployment.flwr("supernode", "list", "test")
-        runs = deployment.flwr("list", "test")
-        listening = open_to(deployment.port)
+    # To join with a key that nobody has registered,
+    shared.node(CLIENTS, ready=False)
+    # to register that key, and to run an app of one's own.
+    shared.connection("stranger", shared.door)
+    before = list_runs(shared)
+    key = shared.secrets / f"node-{CLIENTS}.pub"
+    registered = shared.flwr("supernode", "register", key, "stranger")
+    started = shared.flwr("run", EXAMPLE, "stranger")
+    codes = {path: post(shared, path) for path in CLOSED}
+    saved, _ = train(shared, "undisturbed", rounds)
+    shared.wait(lambda: "Failed to initialize" in shared.log(f"node-{CLIENTS}"), "the stranger")
+    listed = shared.flwr("supernode", "list", "test")
+    after = list_runs(shared)
+    shared.kill(f"node-{CLIENTS}")
     assert "successfully" not in registered.lower()
     assert "Successfully started run" not in started
     assert codes == dict.fromkeys(CLOSED, 404)
-    assert "SuperNode ID" not in joined
+    assert "SuperNode ID" not in shared.log(f"node-{CLIENTS}")
     assert listed.count("online") == CLIENTS, listed
-    assert len(re.findall(r"│ \d{10,} ", runs)) == 1, runs
-    assert listening == {"127.0.0.1"}
-    saved = durable_files.load(tmp_path / "server.pt")
+    assert len(after) == len(before) + 1, after
+    assert open_to(shared.port) == {"127.0.0.1"}
     assert sorted(saved["clients"]) == [str(number) for number in range(CLIENTS)]
-    assert_close(saved, alone(task, rounds))
+    assert_close(saved, in_one_process(task, rounds))
+
+
+def list_runs(deployment):
+    return re.findall(r"│ \d{10,} ", deployment.flwr("list", "test"))
 
 
 CLOSED = [
@@ -99,7 +120,7 @@ CLOSED = [
 
 
 def post(deployment, path):
-    """The status of a request to the gate."""
+    """Return the status of a request to the gate."""
     trust = ssl.create_default_context(cafile=str(deployment.secrets / "ca.crt"))
     request = urllib.request.Request(f"https://127.0.0.1:{deployment.door}{path}", b"")
     try:
@@ -109,14 +130,14 @@ def post(deployment, path):
 
 
 def open_to(port):
-    """The addresses of this machine that somebody listens on at a port."""
-    found = set()
+    """Return the addresses of this machine on which somebody listens at a port."""
+    addresses = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, _, state = line.split()[:4]
         address, number = local.split(":")
         if state == "0A" and int(number, 16) == port:
-            found.add(".".join(str(byte) for byte in bytes.fromhex(address)[::-1]))
-    return found
+            addresses.add(".".join(str(byte) for byte in bytes.fromhex(address)[::-1]))
+    return addresses
 
 
 def test_documented_superlinks_are_not_on_the_network():
@@ -132,24 +153,23 @@ def test_documented_superlinks_are_not_on_the_network():
 
 
 def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
-    rounds = 10
-    chance = random.Random(5)
-    victims = chance.sample(range(CLIENTS), 2)
-    # The server is killed after round 5; the last rounds are for everybody.
-    events = [(2, "client"), (5, "server"), (7, "client")]
+    rounds = 9
+    victims = [2, 0]
+    # The last rounds are for everybody.
+    events = [(2, "client"), (4, "server"), (6, "client")]
     with Deployment(tmp_path, CLIENTS, nursery) as deployment:
         deployment.superlink()
         deployment.nodes(CLIENTS)
-        deployment.train(rounds=rounds, deadline=20.0)
-        for time, kind in events:
-            deployment.reach(time)
+        deployment.train(rounds=rounds, deadline=15.0)
+        for iteration, kind in events:
+            deployment.reach(iteration)
             if kind == "server":
                 deployment.kill("superlink")
                 # It has no database, so nodes get new ids: what counts are names and keys.
                 deployment.superlink()
                 for number in range(CLIENTS):
                     deployment.register(number)
-                deployment.train(rounds=rounds, deadline=20.0)
+                deployment.train(rounds=rounds, deadline=15.0)
             else:
                 victim = victims.pop()
                 deployment.kill(f"node-{victim}")
@@ -163,7 +183,7 @@ def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
         torch.cat(pair) for pair in zip(task.digits(True), task.digits(False), strict=True)
     )
     measure = accuracy(inputs[targets < CLIENTS], targets[targets < CLIENTS])
-    undisturbed = measure(alone(task, rounds).model)["accuracy"]
+    undisturbed = measure(in_one_process(task, rounds).model)["accuracy"]
     network = task.model()
     network.load_state_dict(saved["server"]["weights"])
     with torch.no_grad():
@@ -171,46 +191,32 @@ def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
     assert undisturbed > 90
 
 
-def test_lies_do_not_reach_the_model(task, tmp_path, nursery):
+def test_lies_do_not_reach_the_model(task, tmp_path, shared):
     """NaN, 1e30 and a wrong shape over the wire: the rounds go on as if the client were absent."""
     rounds = 6
-    app = shutil.copytree(EXAMPLE, tmp_path / "app")
-    shutil.copy(Path(__file__).with_name("liar.py"), app / "federated_digits" / "client_app.py")
-    with Deployment(tmp_path, CLIENTS, nursery) as deployment:
-        deployment.superlink()
-        deployment.nodes(CLIENTS)
-        deployment.train(app, rounds=rounds, deadline=100.0)
-        deployment.reach(rounds)
-        said = deployment.log("superlink")
+    saved, said = train(shared, "lies", rounds, app_with("liar.py", tmp_path))
     lies = {1: "is not finite", 3: "more than the ceiling", 4: "must have shape"}
-    found = re.findall(r"client '(\w+)'.* is rejected.*", said)
-    assert found == ["1"] * len(lies), said
+    rejected = re.findall(r"client '(\w+)'.* is rejected.*", said)
+    assert rejected == ["1"] * len(lies), said
     for reason in lies.values():
         assert reason in said
     honest = [number for number in range(CLIENTS) if number != 1]
-    expected = alone(
+    expected = in_one_process(
         *(task, rounds),
         participation=lambda iteration: honest if iteration in lies else range(CLIENTS),
     )
-    assert_close(durable_files.load(tmp_path / "server.pt"), expected)
+    assert_close(saved, expected)
 
 
-def test_junk_is_not_read_and_its_sender_is_put_aside(task, tmp_path, nursery):
+def test_junk_is_not_read_and_its_sender_is_put_aside(task, tmp_path, shared):
     """24 MB in every round, where 2,600 bytes are due; the gate lets it pass."""
-    rounds = 5
-    app = shutil.copytree(EXAMPLE, tmp_path / "app")
-    shutil.copy(Path(__file__).with_name("junk.py"), app / "federated_digits" / "client_app.py")
-    with Deployment(tmp_path, CLIENTS, nursery, max_reply="64M") as deployment:
-        deployment.superlink()
-        deployment.nodes(CLIENTS)
-        deployment.train(app, rounds=rounds, deadline=100.0)
-        deployment.reach(rounds)
-        said = deployment.log("superlink")
+    rounds = 4
+    saved, said = train(shared, "junk", rounds, app_with("junk.py", tmp_path))
     assert said.count("the update of client '1' is rejected: the answer is larger than") == 2, said
     assert "client '1' is put aside for the rest of this run" in said
     honest = [number for number in range(CLIENTS) if number != 1]
-    expected = alone(task, rounds, participation=lambda iteration: honest)
-    assert_close(durable_files.load(tmp_path / "server.pt"), expected)
+    expected = in_one_process(task, rounds, participation=lambda iteration: honest)
+    assert_close(saved, expected)
 
 
 def test_second_run_and_a_stolen_name(tmp_path, nursery):
@@ -218,7 +224,7 @@ def test_second_run_and_a_stolen_name(tmp_path, nursery):
         deployment.superlink()
         deployment.nodes(CLIENTS)
         first = deployment.train(rounds=100_000, deadline=60.0)
-        deployment.reach(2)
+        deployment.reach(1)
         second = deployment.train(rounds=100_000, deadline=60.0)
         deployment.wait(
             lambda: f"run {second} is refused: run {first}" in deployment.log("superlink"),
@@ -231,23 +237,23 @@ def test_second_run_and_a_stolen_name(tmp_path, nursery):
         deployment.register(CLIENTS)
         deployment.node(CLIENTS, partition=2)
         done = deployment.iteration
-        deployment.train(rounds=done + 6, deadline=10.0)
+        deployment.train(rounds=done + 4, deadline=10.0)
         deployment.wait(
             lambda: "claims to be client '2', who has another key" in deployment.log("superlink"),
             "the thief to be refused",
         )
         deployment.node(2, ready=False)  # the real one is back
-        deployment.reach(done + 6)
+        deployment.reach(done + 4)
         stolen = deployment.log(f"node-{CLIENTS}")
     assert "Receiving: train" not in stolen
     saved = durable_files.load(tmp_path / "server.pt")
-    assert saved["server"]["iteration"] == done + 6
+    assert saved["server"]["iteration"] == done + 4
     assert len({client["key"] for client in saved["clients"].values()}) == CLIENTS
     assert imbalance_of(saved, tmp_path / "memory") < 1e-5
 
 
 def held(file):
-    """Whether a run has the lock of a checkpoint."""
+    """Return True if a run has the lock of a checkpoint."""
     try:
         with checkpoint.locked(file, "of a test"):
             return False

@@ -89,19 +89,19 @@ def _superlink(folder, log, environment):
 
 
 def _submit(command, environment):
-    """The SuperLink may be busy."""
+    """Run the command until the SuperLink, which may be busy, accepts it."""
     end = time.monotonic() + STALL
     while True:
-        found = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if "Successfully started run" in found.stdout:
+        submitted = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if "Successfully started run" in submitted.stdout:
             return
         if time.monotonic() > end:
-            raise RuntimeError(found.stdout + found.stderr)
+            raise RuntimeError(submitted.stdout + submitted.stderr)
         time.sleep(0.5)
 
 
 def _wait(checkpoint, rounds, log):
-    """Until so many rounds are done, as long as something is logged or done."""
+    """Wait for `rounds` rounds, as long as something is logged or done."""
     moved, seen = time.monotonic(), None
     while (saved := durable_files.load(checkpoint)) is None or saved["server"][
         "iteration"

@@ -34,7 +34,7 @@ class Mailbox:
 
     def pull_messages(self, ids):
         self.requests.append(list(ids))
-        found = []
+        replies = []
         for message_id in ids:
             self.looks[message_id] += 1
             answer = self.answers[message_id]
@@ -42,8 +42,8 @@ class Mailbox:
                 raise answer
             if answer is not None and self.looks[message_id] > answer:
                 metadata = SimpleNamespace(reply_to_message_id=message_id)
-                found.append(SimpleNamespace(metadata=metadata))
-        return found
+                replies.append(SimpleNamespace(metadata=metadata))
+        return replies
 
 
 def answered(grid, messages=None, seconds=0.2):
@@ -147,12 +147,12 @@ class Wire:
         return messages
 
     def PullMessages(self, request):  # noqa: N802
-        found = [self.replies.pop(i) for i in list(request.message_ids) if i in self.replies]
-        for reply in found:
+        replies = [self.replies.pop(i) for i in list(request.message_ids) if i in self.replies]
+        for reply in replies:
             self.there[reply.object_id] = self.there[reply.metadata.reply_to_message_id]
         return PullAppMessagesResponse(
-            messages_list=[message_to_proto(remove_content_from_message(m)) for m in found],
-            message_object_trees=[get_object_tree(m) for m in found],
+            messages_list=[message_to_proto(remove_content_from_message(m)) for m in replies],
+            message_object_trees=[get_object_tree(m) for m in replies],
         )
 
     def PullObject(self, request):  # noqa: N802

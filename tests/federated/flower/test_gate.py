@@ -165,12 +165,12 @@ def test_memory_of_keys_is_limited(door, link, monkeypatch):
 
 @pytest.mark.parametrize(("text", "bytes_"), [("64M", 64 * MEGABYTE), ("1g", 2**30), ("500", 500)])
 def test_sizes(text, bytes_, monkeypatch, tmp_path):
-    found = {}
-    monkeypatch.setattr(gate, "run_gate", lambda superlink, **options: found.update(options))
+    passed_on = {}
+    monkeypatch.setattr(gate, "run_gate", lambda superlink, **options: passed_on.update(options))
     files = {"--root-certificates": "a", "--ssl-certfile": "b", "--ssl-keyfile": "c"}
     arguments = [part for pair in files.items() for part in pair]
     base = ["gate", "--port", "1", "--superlink", "127.0.0.1:2", *arguments]
     assert command([*base, "--max-reply", text]) == 0
-    assert found["max_reply"] == bytes_
+    assert passed_on["max_reply"] == bytes_
     with pytest.raises(SystemExit):
         command([*base, "--max-reply", "0"])

@@ -12,10 +12,10 @@ print(sorted({"flwr", "ray", "httpx", "cryptography"} & set(sys.modules)))
 
 
 def test_flower_is_not_imported_unasked():
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60
     )
-    assert found.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"
 
 
 def test_flower_is_installed():

@@ -28,7 +28,7 @@ class Killed(BaseException):
 
 
 def at(iteration, what):
-    """A trick that is played in one round only."""
+    """Return a trick that is played in one round only."""
 
     def trick(message, answer):
         if message.metadata.message_type != "train":
@@ -41,22 +41,24 @@ def at(iteration, what):
 
 
 def same(one, other):
-    """Whether two servers are equal to the last bit."""
+    """Return True if two servers are equal to the last bit."""
     pairs = [(one.weights, other.weights)]
     pairs += [(one.memory[kind], other.memory[kind]) for kind in one.memory]
     return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
 
 
 def run(folder, grid=None, server=None, rounds=ROUNDS):
-    """Train; the server afterwards."""
+    """Train and return the server."""
     grid = federation(folder / "clients") if grid is None else grid
     server = strategy(folder / "server.pt") if server is None else server
     server.start(grid, arrays(model()), rounds)
     return server
 
 
-def absent_in_round_3(folder):
-    """The reference: client 1 is offline in iteration 3, nothing else happens."""
+@pytest.fixture(scope="module")
+def absent_in_round_3(tmp_path_factory):
+    """Return the reference: client 1 is offline in iteration 3, nothing else happens."""
+    folder = tmp_path_factory.mktemp("reference")
     grid = federation(folder / "clients")
     server = strategy(folder / "server.pt")
 
@@ -68,7 +70,7 @@ def absent_in_round_3(folder):
 
 
 @pytest.mark.parametrize("when", ["before it computes", "before its answer", "too late"])
-def test_client_killed(when, tmp_path):
+def test_client_killed(when, tmp_path, absent_in_round_3):
     grid = federation(tmp_path / "a/clients")
     clients = tmp_path / "a/clients"
 
@@ -83,10 +85,9 @@ def test_client_killed(when, tmp_path):
 
     grid.tricks[1] = at(3, lose)
     server = run(tmp_path / "a", grid)
-    reference = absent_in_round_3(tmp_path / "b")
     assert server.rounds[3].absent == ["1"]
     assert all(not entry.absent for entry in server.rounds if entry.number != 4)
-    assert same(server.server, reference.server)
+    assert same(server.server, absent_in_round_3.server)
     assert imbalance(server, clients) < 1e-6
 
 
@@ -206,12 +207,12 @@ def _dies_at(iteration, save):
 def test_client_lost_its_folder(tmp_path):
     grid = federation(tmp_path / "a/clients")
     (tmp_path / "a").mkdir()
-    own = tmp_path / "a/own"
-    grid.add(1, app(SETTING, own), "1")
+    client_folder = tmp_path / "a/own"
+    grid.add(1, app(SETTING, client_folder), "1")
 
     def lose(message, answer):
         reply = answer()
-        shutil.rmtree(own)
+        shutil.rmtree(client_folder)
         return reply
 
     grid.tricks[1] = at(3, lose)
@@ -361,7 +362,7 @@ def test_messages_in_the_wrong_order(tmp_path):
 
 @pytest.mark.parametrize("accepted", [3, 5])
 def test_settled_memory_waits_for_nothing(accepted: int) -> None:
-    """Whether its last update was taken or dropped."""
+    """Check both cases: its last update was taken, or dropped."""
     old, new = {"dual": {"w": torch.zeros(1)}}, {"dual": {"w": torch.ones(1)}}
     memory = ClientMemory(old, 3, new, 5)
     assert memory.resolve(accepted, 6) is (new if accepted == 5 else old)

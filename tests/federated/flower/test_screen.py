@@ -28,7 +28,7 @@ HEAD, LAYOUT, FLAT = "torchpisa", "layout.delta", "float32"
 
 
 def array(new):
-    """Replaces the array of all entries."""
+    """Return a forgery that replaces the array of all entries."""
 
     def forge(content):
         content["delta"][FLAT] = new(content["delta"][FLAT])
@@ -37,12 +37,12 @@ def array(new):
 
 
 def entries(change):
-    """Changes the entries of the array."""
+    """Return a forgery that changes the entries of the array."""
     return array(lambda old: Array(change(old.numpy())))
 
 
 def value(number):
-    """Puts a number into one entry."""
+    """Return a forgery that puts a number into one entry."""
 
     def change(flat):
         flat[7] = number
@@ -52,35 +52,35 @@ def value(number):
 
 
 def scaled(factor):
-    """Multiplies all entries."""
+    """Return a forgery that multiplies all entries."""
     return entries(lambda flat: flat * np.float32(factor))
 
 
 def layout(change, entries=lambda flat: flat):
-    """Changes what is said about the array, and the array."""
+    """Return a forgery that changes the layout, and the array."""
 
     def forge(content):
-        found = json.loads(content[HEAD][LAYOUT])
-        changed = change(found)
-        content[HEAD][LAYOUT] = json.dumps(found if changed is None else changed)
+        layout = json.loads(content[HEAD][LAYOUT])
+        changed = change(layout)
+        content[HEAD][LAYOUT] = json.dumps(layout if changed is None else changed)
         content["delta"][FLAT] = Array(entries(content["delta"][FLAT].numpy()))
 
     return forge
 
 
 def raw(data):
-    """Replaces the bytes of the array."""
+    """Return a forgery that replaces the bytes of the array."""
     return array(lambda old: Array(old.dtype, old.shape, old.stype, data(old.data)))
 
 
 def header(kind, shape):
-    """An array that says something about itself and holds nothing."""
+    """Return a forgery with a header and no data."""
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode()
     return raw(lambda _: b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
 
 
 def record(name, new=None):
-    """Removes or replaces a record."""
+    """Return a forgery that removes or replaces a record."""
 
     def forge(content):
         if name in content:
@@ -92,7 +92,7 @@ def record(name, new=None):
 
 
 def head(**entries):
-    """Changes entries of the head; None removes one."""
+    """Return a forgery that changes entries of the head; None removes one."""
 
     def forge(content):
         for name, new in entries.items():
@@ -149,7 +149,7 @@ FORGERIES = {
 
 
 def forged(forge, iterations):
-    """A trick of a client that lies in some rounds."""
+    """Return the trick of a client that lies in some rounds."""
 
     def trick(message, answer):
         reply = answer()
@@ -176,7 +176,7 @@ def train(folder, rounds=6, absent=(), forge=None, iterations=(3,)):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Client 1 is not there in iteration 3."""
+    """Return a training in which client 1 is absent in iteration 3."""
     return train(tmp_path_factory.mktemp("reference"), absent=[3])
 
 

@@ -41,7 +41,7 @@ ALGORITHMS = [
 
 
 def same(one, other):
-    """Whether two sets of tensors are equal to the last bit."""
+    """Return True if two sets of tensors are equal to the last bit."""
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
@@ -57,8 +57,10 @@ def test_equals_simulation(algorithm, on_disk, participation, tmp_path):
     grid = federation(tmp_path if on_disk else None, algorithm=algorithm)
     server = strategy(algorithm=algorithm, participation=participation, seed=3)
     result = server.start(grid, arrays(model()), 8)
-    found = load_arrays(model(), result.arrays)
-    for (name, here), there in zip(found.named_parameters(), alone.model.parameters(), strict=True):
+    trained = load_arrays(model(), result.arrays)
+    for (name, here), there in zip(
+        trained.named_parameters(), alone.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6, msg=name)
     metrics = result.train_metrics_clientapp.values()
     assert sum(m["bytes-up"] for m in metrics) == alone.counts.bytes_up
@@ -206,7 +208,7 @@ def test_node_that_cannot_introduce_itself_is_asked_again():
         return answer()
 
     grid.tricks[1] = trick
-    server.start(grid, arrays(model()), 40)
+    server.start(grid, arrays(model()), 12)
     assert "1" in server.clients
 
 
@@ -217,12 +219,12 @@ def test_clients_evaluate(tmp_path):
 
     grid = federation(tmp_path, evaluate=measure)
     result = strategy(evaluate=True).start(grid, arrays(model()), 1)
-    found = result.evaluate_metrics_clientapp[1]
-    assert found["count"] == pytest.approx(sum(n * n for n in (5, 7, 9, 11)) / 32)
+    metrics = result.evaluate_metrics_clientapp[1]
+    assert metrics["count"] == pytest.approx(sum(n * n for n in (5, 7, 9, 11)) / 32)
     network = load_arrays(model(), result.arrays).requires_grad_(False)
     first = [float(network(client_data(i)[0])[0, 0]) for i in range(4)]
     mean = sum(n * x for n, x in zip((5, 7, 9, 11), first, strict=True)) / 32
-    assert found["first"] == pytest.approx(mean, rel=1e-5)
+    assert metrics["first"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_evaluate_fn_sees_every_round():

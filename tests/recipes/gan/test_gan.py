@@ -117,10 +117,10 @@ def test_efficientnet_sees_a_grille() -> None:
     columns = torch.arange(32).view(1, 1, 1, 32)
     stripes = ((columns // 2) % 2 * 255).expand(1, 3, 32, 32).to(torch.uint8)
     with torch.no_grad():
-        found = network(stripes)
-    assert found.shape == (1, 1280)
-    assert found.min() >= 0  # after a ReLU
-    scores = (found @ weights["_fc.weight"].T + weights["_fc.bias"]).softmax(1)[0]
+        features_of_stripes = network(stripes)
+    assert features_of_stripes.shape == (1, 1280)
+    assert features_of_stripes.min() >= 0  # after a ReLU
+    scores = (features_of_stripes @ weights["_fc.weight"].T + weights["_fc.bias"]).softmax(1)[0]
     grille, dogs = 581, slice(151, 269)  # ImageNet's numbers
     assert scores[grille] > 100 / 1000
     assert scores[dogs].sum() < 0.05
@@ -179,7 +179,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
 def test_paper_has_the_table() -> None:
     runs = plan(PRESETS["paper"]).values()
     for kind in ("wgan", "wgan_gp"):
-        own = [run for run in runs if run.kind == kind]
-        assert set(TABLE[kind]) <= {run.choice.label for run in own}
-        assert {run.seed for run in own} == set(range(5))
+        of_kind = [run for run in runs if run.kind == kind]
+        assert set(TABLE[kind]) <= {run.choice.label for run in of_kind}
+        assert {run.seed for run in of_kind} == set(range(5))
     assert {(run.pixels, run.fid_images, run.last_images) for run in runs} == {(64, 6400, 64_000)}

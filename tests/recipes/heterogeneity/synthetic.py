@@ -13,7 +13,7 @@ __all__ = ["log", "results"]
 
 
 def log(settings: Settings, accuracies: list[float]) -> dict[str, Any]:
-    """What a run that had these accuracies would have logged; costs grow by 10 per row."""
+    """Return the log of a run with these accuracies; costs grow by 10 per row."""
     rounds = [settings.every * i for i in range(len(accuracies))]
     costs = {
         name: [10 * i for i in range(len(rounds))]
@@ -32,6 +32,6 @@ def log(settings: Settings, accuracies: list[float]) -> dict[str, Any]:
 
 
 def results(config: Config, accuracies: Callable[[Settings], list[float]]) -> Results:
-    """All runs of a configuration."""
+    """Return all runs of a configuration."""
     runs = {name: condense(log(s, accuracies(s))) for name, s in plan(config).items()}
     return {"config": json.loads(json.dumps(dataclasses.asdict(config))), "runs": runs}

@@ -21,7 +21,7 @@ SETTINGS = plan(PAPER)["mnist_1label_sisa_seed0"]
 
 
 def like_the_paper(settings: Settings) -> list[float]:
-    """Every run is one point above the paper's number, plus a tenth per seed; MISA is best."""
+    """Return one point above the paper's number, plus a tenth per seed; MISA is best."""
     top = TABLE[settings.dataset, settings.labels].get(settings.algorithm, 50.0)
     top += 1 + settings.seed / 10
     if settings.dataset == "mnist" and settings.algorithm == "sisa":
@@ -82,10 +82,10 @@ def test_mean_curve_holds_the_end_of_a_run_that_diverged() -> None:
 
 
 def test_cells_are_the_papers(done: Results) -> None:
-    found = cells(done)
-    assert list(found) == list(TABLE)
-    assert {len(summary.runs) for row in found.values() for summary in row.values()} == {3}
-    assert str(found["adult", 1]["fednova"].last) == "86.25 ± 0.10"
+    table = cells(done)
+    assert list(table) == list(TABLE)
+    assert {len(summary.runs) for row in table.values() for summary in row.values()} == {3}
+    assert str(table["adult", 1]["fednova"].last) == "86.25 ± 0.10"
 
 
 # Statements

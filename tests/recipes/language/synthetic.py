@@ -13,7 +13,7 @@ __all__ = ["log", "results"]
 
 
 def log(settings: Settings, last: float | None, *, gpu: str | None = "abacus") -> dict[str, Any]:
-    """What a run that ended with this loss would have logged; None for one that diverged."""
+    """Return the log of a run that ended with this loss; None for one that diverged."""
     steps = list(range(0, settings.steps + 1, settings.log_every))
     if last is None:
         steps = steps[:3]
@@ -41,6 +41,6 @@ def log(settings: Settings, last: float | None, *, gpu: str | None = "abacus") -
 
 
 def results(config: Config, last: Callable[[Settings], float | None]) -> Results:
-    """All runs of a configuration."""
+    """Return all runs of a configuration."""
     runs = {name: condense(log(s, last(s))) for name, s in plan(config).items()}
     return {"config": json.loads(json.dumps(dataclasses.asdict(config))), "runs": runs}

@@ -28,8 +28,8 @@ def settings(name: str, batches: int) -> Settings:
 @pytest.mark.parametrize("batches", [1, 4])
 @pytest.mark.parametrize("name", ["adamw", "muon", "sisa", "nsisa", "misa"])
 def test_run_is_like_that_on_a_cpu(name: str, batches: int) -> None:
-    own = settings(name, batches)
-    gpu, cpu = (list(run(CONFIG, own, device=device))[-1] for device in ("cuda", "cpu"))
+    run_settings = settings(name, batches)
+    gpu, cpu = (list(run(CONFIG, run_settings, device=device))[-1] for device in ("cuda", "cpu"))
     assert gpu["val_loss"] == pytest.approx(cpu["val_loss"], rel=0.05)  # bfloat16
     assert gpu["state_bytes"] == cpu["state_bytes"]
     assert gpu["optimizer_ms"] > 0

@@ -64,7 +64,7 @@ def test_seed_decides_the_weights_alone() -> None:
 
 
 def trained() -> GPT2:
-    """A model whose blocks do something: at first they are the identity."""
+    """Return a model whose blocks do something: initially they are the identity."""
     model = build(SIZES["tiny"], 0)
     torch.manual_seed(0)
     for block in model.h:

@@ -66,13 +66,13 @@ def test_every_optimizer_lowers_the_loss(choice: Choice, batches: int) -> None:
 
 def test_settings_reach_the_optimizer() -> None:
     team = build_team(choose("nsisa", sigma=50.0, dual_decay=1.0), model(), 4)
-    (own,), (other,) = team.consensus, team.averaging
-    assert isinstance(own, torchpisa.NSISA)
-    assert own.batches == 4
-    group = own.param_groups[0]
+    (nsisa,), (other,) = team.consensus, team.averaging
+    assert isinstance(nsisa, torchpisa.NSISA)
+    assert nsisa.batches == 4
+    group = nsisa.param_groups[0]
     assert (group["dual_decay"], group["nesterov"], group["aspect_scaling"]) == (1.0, True, True)
     assert (group["sigma"], group["rho"]) == ([50.0] * 4, [100.0] * 4)
-    assert all(group["matrix"] for group in own.param_groups)
+    assert all(group["matrix"] for group in nsisa.param_groups)
     assert other.param_groups[0]["lr"] == 3.6e-3
     shapes = {tuple(param.shape) for param in other.param_groups[0]["params"]}
     assert shapes == {(256, 64)}  # the embedding, though it is a matrix

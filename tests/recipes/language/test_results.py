@@ -18,7 +18,7 @@ SETTINGS = plan(CONFIG)["muon_lr0.02_m1_seed0"]
 
 
 def like_the_pilot(settings: Settings) -> float:
-    """The pilot's losses; a little more for each trial that is not the first of its kind."""
+    """Return the pilot's losses, and a little more for each further trial of a kind."""
     saved = dataclasses.asdict(settings)
     matching = [each.loss for each in PILOT if each.matches(saved)]
     return matching[0] if matching else 4.5
@@ -71,8 +71,8 @@ def test_condensed_run() -> None:
 
 
 def test_best_and_muon(done: Results) -> None:
-    found = by_optimizer(done)
-    assert best(found["nsisa", 1])["last"] == 4.011
+    groups = by_optimizer(done)
+    assert best(groups["nsisa", 1])["last"] == 4.011
     against = muon(done, 4)
     assert against is not None
     assert against["settings"]["label"] == "muon_lr0.02"

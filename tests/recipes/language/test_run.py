@@ -31,8 +31,8 @@ def settings(choice: Choice, batches: int = 1, **changes: Any) -> Settings:
     return dataclasses.replace(only, **changes)
 
 
-def logged(own: Settings, config: Config = CONFIG, **options: Any) -> list[dict[str, Any]]:
-    return list(run(config, own, device="cpu", **options))
+def logged(run_settings: Settings, config: Config = CONFIG, **options: Any) -> list[dict[str, Any]]:
+    return list(run(config, run_settings, device="cpu", **options))
 
 
 def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -56,23 +56,23 @@ def test_what_is_logged() -> None:
 
 
 def test_a_run_is_a_function_of_its_settings() -> None:
-    own = settings(choose("sisa"))
-    first = untimed(logged(own))
-    assert untimed(logged(own)) == first
-    assert untimed(logged(dataclasses.replace(own, seed=1))) != first
+    run_settings = settings(choose("sisa"))
+    first = untimed(logged(run_settings))
+    assert untimed(logged(run_settings)) == first
+    assert untimed(logged(dataclasses.replace(run_settings, seed=1))) != first
 
 
 def test_micro_batches_change_rounding_only() -> None:
-    own = settings(choose("sisa"), steps=4)
-    whole = logged(dataclasses.replace(own, micro=8))
+    run_settings = settings(choose("sisa"), steps=4)
+    whole = logged(dataclasses.replace(run_settings, micro=8))
     for micro in (1, 3, 0):
-        lines = logged(dataclasses.replace(own, micro=micro))
+        lines = logged(dataclasses.replace(run_settings, micro=micro))
         assert lines[-1]["val_loss"] == pytest.approx(whole[-1]["val_loss"], rel=1e-4)
 
 
 def test_a_round_is_a_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     training = LanguageTraining(settings(choose("nsisa"), 4), torch.device("cpu"), None)
-    (own,) = training.team.consensus
+    (optimizer,) = training.team.consensus
     drawn: list[tuple[int, int]] = []
     draw = training.data.draw
     monkeypatch.setattr(
@@ -81,23 +81,23 @@ def test_a_round_is_a_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         training.round()
     assert drawn == list(itertools.product(range(2), range(4)))
-    assert own.iteration == 2
-    assert own.synced
+    assert optimizer.iteration == 2
+    assert optimizer.synced
     assert training.data.sequences == 2
 
 
 @pytest.mark.parametrize(("name", "batches"), [("sisa", 1), *((name, 4) for name in NAMES)])
 def test_resumed_run_is_bit_equal(tmp_path: Path, name: str, batches: int) -> None:
-    own = settings(choose(name), batches, steps=8)
-    reason = missing_requirement(own.choice)
+    run_settings = settings(choose(name), batches, steps=8)
+    reason = missing_requirement(run_settings.choice)
     if reason is not None:
         pytest.skip(reason)
-    whole = untimed(logged(own))
-    interrupted = run(CONFIG, own, device="cpu", checkpoints=str(tmp_path))
+    whole = untimed(logged(run_settings))
+    interrupted = run(CONFIG, run_settings, device="cpu", checkpoints=str(tmp_path))
     before = list(itertools.islice(interrupted, 4))  # steps 0, 2, 4 (saved) and 6
     interrupted.close()
-    assert [file.name for file in tmp_path.iterdir()] == [f"{own.name}.pt"]
-    resumed = logged(own, checkpoints=str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == [f"{run_settings.name}.pt"]
+    resumed = logged(run_settings, checkpoints=str(tmp_path))
     assert untimed(resumed) == whole
     assert resumed[:3] == before[:3]  # handed out again, with their times
     assert resumed[3]["elapsed"] > resumed[2]["elapsed"]
@@ -105,10 +105,10 @@ def test_resumed_run_is_bit_equal(tmp_path: Path, name: str, batches: int) -> No
 
 
 def test_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
-    own = settings(choose("sisa"), steps=8)
-    list(itertools.islice(run(CONFIG, own, device="cpu", checkpoints=str(tmp_path)), 3))
-    other = dataclasses.replace(own, choice=choose("sisa", sigma=0.5))
-    assert other.name == own.name
+    run_settings = settings(choose("sisa"), steps=8)
+    list(itertools.islice(run(CONFIG, run_settings, device="cpu", checkpoints=str(tmp_path)), 3))
+    other = dataclasses.replace(run_settings, choice=choose("sisa", sigma=0.5))
+    assert other.name == run_settings.name
     assert untimed(logged(other, checkpoints=str(tmp_path))) == untimed(logged(other))
 
 
@@ -125,8 +125,8 @@ def test_diverged_run_ends_early(lr: float) -> None:
 def test_compile_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("torch.compile", lambda model: asked.append(model) or model)
-    own = settings(choose("sisa"), steps=2)
-    assert untimed(logged(own, compile=True)) == untimed(logged(own))
+    run_settings = settings(choose("sisa"), steps=2)
+    assert untimed(logged(run_settings, compile=True)) == untimed(logged(run_settings))
     assert len(asked) == 1
 
 
@@ -164,7 +164,8 @@ def test_command_leaves_out_what_cannot_be_run(
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     reasons = {"misa": "no such thing", "soap": "sold out"}
     recipe = dataclasses.replace(
-        command.RECIPES["language"], missing_requirement=lambda own: reasons.get(own.choice.name)
+        command.RECIPES["language"],
+        missing_requirement=lambda run_settings: reasons.get(run_settings.choice.name),
     )
     monkeypatch.setitem(command.RECIPES, "language", recipe)
     command.main(["language", "--device", "cpu", "--checkpoints", "saved"])
@@ -191,10 +192,10 @@ def test_tuning_counts_all_trials(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--optimizer", "sisa", "--device", "cpu", "--out", "there", "--grid"]
     tune.main([*words, "sigma=0.3,3", "warm_up=2"])
     tune.main([*words, "sigma=3", "warm_down=0.5"])
-    found = json.loads(Path("there/quick_sisa_m1.json").read_text(encoding="utf-8"))
-    assert found["count"] == 3
-    assert next(iter(found["trials"])) == "sisa_sigma0.3_warm_up2_steps4_m1_seed0"
-    choices = [trial["settings"]["choice"] for trial in found["trials"].values()]
+    saved = json.loads(Path("there/quick_sisa_m1.json").read_text(encoding="utf-8"))
+    assert saved["count"] == 3
+    assert next(iter(saved["trials"])) == "sisa_sigma0.3_warm_up2_steps4_m1_seed0"
+    choices = [trial["settings"]["choice"] for trial in saved["trials"].values()]
     assert [choice["options"]["sigma"] for choice in choices] == [0.3, 3.0, 3.0]
     assert [choice["warm_up"] for choice in choices] == [2, 2, 0]
     assert choices[2]["warm_down"] == 0.5

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.xdist_group("rl")  # see test_run.py
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    own = settings(PRESETS["quick"], "double_pendulum", "adam", 0)
-    training = AgentTraining(dataclasses.replace(own, environments=2))
+    quick = settings(PRESETS["quick"], "double_pendulum", "adam", 0)
+    training = AgentTraining(dataclasses.replace(quick, environments=2))
     training.line()
     file = tmp_path_factory.mktemp("agents") / "agent.pt"
     training.save(file)

@@ -20,30 +20,32 @@ CONFIG = PRESETS["paper"]
 REWARDS = {"sisa": 2000.0, "misa": 500.0, "adam": 1000.0, "sisa_lr": 1000.0}
 
 
-def log(own: Settings, reward: float) -> dict[str, Any]:
-    count = own.epochs + 1
+def log(run_settings: Settings, reward: float) -> dict[str, Any]:
+    count = run_settings.epochs + 1
     versions = {"torch": "2", "tianshou": "2.0.1", "gymnasium": "1.4.0", "mujoco": "4.0.0"}
     return {
-        "settings": json.loads(json.dumps(dataclasses.asdict(own))),
+        "settings": json.loads(json.dumps(dataclasses.asdict(run_settings))),
         "versions": versions,
         "hardware": {"gpu": None, "cpu": "a processor", "cores": 1},
         "seconds": 100.0,
         "epoch": list(range(count)),
-        "steps": [own.collects * own.collect * epoch for epoch in range(count)],
-        "reward": [reward * epoch / own.epochs for epoch in range(count)],
+        "steps": [run_settings.collects * run_settings.collect * epoch for epoch in range(count)],
+        "reward": [reward * epoch / run_settings.epochs for epoch in range(count)],
         "spread": [1.0] * count,
         "length": [10.0] * count,
-        "training_reward": [None, *[1.0] * own.epochs],
+        "training_reward": [None, *[1.0] * run_settings.epochs],
         "elapsed": [2.0 * epoch for epoch in range(count)],
         "diverged": [False] * count,
     }
 
 
 def results(rewards: dict[str, float]) -> Results:
-    """Seeds differ by 10; the end is the mean of the last three evaluations, below the last."""
+    """Return results in which seeds differ by 10, and the final reward is below the last one."""
     runs = {
-        name: condense(log(own, rewards[own.choice.label] + 10 * own.seed))
-        for name, own in plan(CONFIG).items()
+        name: condense(
+            log(run_settings, rewards[run_settings.choice.label] + 10 * run_settings.seed)
+        )
+        for name, run_settings in plan(CONFIG).items()
     }
     shared = json.loads(json.dumps(dataclasses.asdict(CONFIG)))
     return {"config": shared, "runs": runs, "missing": []}
@@ -66,12 +68,19 @@ def test_plan_of_the_paper() -> None:
 
 @pytest.mark.parametrize("task", ["ant", "humanoid", "half_cheetah", "double_pendulum"])
 def test_sisa_has_the_row_of_the_paper(task: str) -> None:
-    own, row = settings(CONFIG, task, "sisa", 0), PAPER_TABLE[f"rl/{task}"]
-    assert own.choice.options == {"sigma": row.sigma, "rho": row.rho, "beta": 0.999}
-    assert (own.choice.batches, own.minibatch, own.horizon) == (4, row.samples, row.epochs)
+    run_settings, row = settings(CONFIG, task, "sisa", 0), PAPER_TABLE[f"rl/{task}"]
+    assert run_settings.choice.options == {"sigma": row.sigma, "rho": row.rho, "beta": 0.999}
+    assert (run_settings.choice.batches, run_settings.minibatch, run_settings.horizon) == (
+        4,
+        row.samples,
+        row.epochs,
+    )
     # The paper's n is rounded down and counts one pass over the samples.
-    assert row.rounds == 30_000 // own.collect * own.collect // (4 * 64)
-    assert own.rounds == own.repeat * own.collects * own.collect // (4 * 64)
+    assert row.rounds == 30_000 // run_settings.collect * run_settings.collect // (4 * 64)
+    assert (
+        run_settings.rounds
+        == run_settings.repeat * run_settings.collects * run_settings.collect // (4 * 64)
+    )
 
 
 def test_others_have_tianshous_learning_rate_and_data() -> None:
@@ -96,11 +105,11 @@ def test_gamma_is_the_linear_decay_of_the_step() -> None:
 
 
 def test_condensed_run() -> None:
-    own = settings(CONFIG, "ant", "adam", 0)
-    run = condense(log(own, 1000.0))
+    run_settings = settings(CONFIG, "ant", "adam", 0)
+    run = condense(log(run_settings, 1000.0))
     assert (run["final"], run["best"], run["diverged"]) == (900.0, 1000.0, False)
     assert run["steps_per_second"] == round(307_200 / 20)
-    broken = log(own, 1000.0)
+    broken = log(run_settings, 1000.0)
     broken["diverged"][-1], broken["reward"][-1] = True, None
     assert (condense(broken)["final"], condense(broken)["diverged"]) == (None, True)
 
@@ -116,22 +125,22 @@ def test_statements_are_about_means_over_seeds() -> None:
 
 
 def test_missing_runs_make_no_statements() -> None:
-    found = results(REWARDS)
-    found["runs"] = {name: run for name, run in found["runs"].items() if "adam" not in name}
-    assert RECIPE.check(found) == []
-    assert "SISA" in RECIPE.report(found)
+    saved = results(REWARDS)
+    saved["runs"] = {name: run for name, run in saved["runs"].items() if "adam" not in name}
+    assert RECIPE.check(saved) == []
+    assert "SISA" in RECIPE.report(saved)
 
 
 def test_report_and_picture(tmp_path: Path) -> None:
-    found = results(REWARDS)
-    text = RECIPE.report(found)
+    saved = results(REWARDS)
+    text = RECIPE.report(saved)
     assert "| SISA | m 4, sigma 5, rho 20000, beta 0.999 | 3 | 307,200 |" in text
     assert "**1809 ± 9**" in text
     assert "48 runs on one core each" in text
     assert "tianshou 2.0.1" in text
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install torchpisa[rl]")
     for name in ("first", "second"):
-        RECIPE.draw(found, tmp_path / f"{name}.svg")
+        RECIPE.draw(saved, tmp_path / f"{name}.svg")
     first, second = ((tmp_path / f"{name}.svg").read_text() for name in ("first", "second"))
     assert first == second
     assert all(title in first for title in ("Ant, PPO", "HalfCheetah, A2C", "Adam", "MISA"))

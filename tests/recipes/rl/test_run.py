@@ -34,14 +34,14 @@ def _threads() -> Iterator[None]:
 
 
 def small(task: str, optimizer: str, **changes: Any) -> Settings:
-    """Two epochs of three collections; rounds end within collections and across them."""
-    own = settings(CONFIG, task, optimizer, 0)
+    """Return settings of two epochs of three collections, across which rounds extend."""
+    run_settings = settings(CONFIG, task, optimizer, 0)
     few = {"environments": 3, "collect": 96, "minibatch": 32, "epoch_steps": 288, "repeat": 2}
-    return dataclasses.replace(own, epochs=2, horizon=10, episodes=2, **{**few, **changes})
+    return dataclasses.replace(run_settings, epochs=2, horizon=10, episodes=2, **{**few, **changes})
 
 
-def logged(own: Settings, checkpoints: Path | None = None) -> list[dict[str, Any]]:
-    return untimed(list(run(CONFIG, own, checkpoints=checkpoints)))
+def logged(run_settings: Settings, checkpoints: Path | None = None) -> list[dict[str, Any]]:
+    return untimed(list(run(CONFIG, run_settings, checkpoints=checkpoints)))
 
 
 def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,9 +69,9 @@ def test_what_is_logged() -> None:
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *EXTRA])
 def test_every_optimizer_moves_all_weights(algorithm: str, optimizer: str) -> None:
     config = dataclasses.replace(CONFIG, algorithm=algorithm)
-    own = settings(config, "half_cheetah", optimizer, 0)
-    own = dataclasses.replace(own, environments=4, collect=256, repeat=2)
-    agent = Agent(own)
+    run_settings = settings(config, "half_cheetah", optimizer, 0)
+    run_settings = dataclasses.replace(run_settings, environments=4, collect=256, repeat=2)
+    agent = Agent(run_settings)
     before = [param.detach().clone() for param in agent.algorithm.parameters()]
     agent.update()
     for old, new in zip(before, agent.algorithm.parameters(), strict=True):
@@ -80,10 +80,10 @@ def test_every_optimizer_moves_all_weights(algorithm: str, optimizer: str) -> No
 
 
 def test_evaluation_repeats_itself_and_leaves_the_training_alone() -> None:
-    own = small("half_cheetah", "adam")
+    run_settings = small("half_cheetah", "adam")
     results = []
     for evaluates in (True, False):
-        agent = Agent(own)
+        agent = Agent(run_settings)
         agent.update()
         if evaluates:
             first, second = agent.evaluate(), agent.evaluate()
@@ -110,19 +110,21 @@ for count, line in enumerate(run(None, settings, checkpoints=folder)):
 def test_killed_run_resumes_to_the_last_bit(tmp_path: Path) -> None:
     import pickle
 
-    own = small("ant", "sisa")
-    whole = logged(own, tmp_path / "whole")
-    words = (pickle.dumps(own).hex(), str(tmp_path / "killed"))
+    run_settings = small("ant", "sisa")
+    whole = logged(run_settings, tmp_path / "whole")
+    words = (pickle.dumps(run_settings).hex(), str(tmp_path / "killed"))
     root = Path(__file__).parents[3]
     paths = os.pathsep.join([str(root / "src"), str(root)])
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, *words], env={**os.environ, "PYTHONPATH": paths}, timeout=120
     )
     assert killed.returncode == -signal.SIGKILL
-    assert logged(own, tmp_path / "killed") == whole
-    expected, found = (weights(tmp_path / each / f"{own.name}.pt") for each in ("whole", "killed"))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert logged(run_settings, tmp_path / "killed") == whole
+    expected, actual = (
+        weights(tmp_path / each / f"{run_settings.name}.pt") for each in ("whole", "killed")
+    )
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_run_resumes_within_an_epoch(
     monkeypatch.setattr(
         importlib.import_module("recipes.rl.run"), "SAVE_EVERY", -1.0
     )  # after every update
-    own = small(task, optimizer)
-    whole = logged(own)
+    run_settings = small(task, optimizer)
+    whole = logged(run_settings)
     update, calls = Agent.update, 0
 
     def breaks_off(agent: Agent) -> Any:
@@ -148,31 +150,31 @@ def test_run_resumes_within_an_epoch(
 
     monkeypatch.setattr(Agent, "update", breaks_off)
     with pytest.raises(KeyboardInterrupt):
-        logged(own, tmp_path)
+        logged(run_settings, tmp_path)
     monkeypatch.setattr(Agent, "update", update)
-    training = AgentTraining(own)
-    training.resume(tmp_path / f"{own.name}.pt")
+    training = AgentTraining(run_settings)
+    training.resume(tmp_path / f"{run_settings.name}.pt")
     assert (training.collects, len(training.lines)) == (5, 2)
-    assert logged(own, tmp_path) == whole
+    assert logged(run_settings, tmp_path) == whole
 
 
 def test_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
-    own = small("double_pendulum", "adam")
-    logged(own, tmp_path)
-    other = AgentTraining(dataclasses.replace(own, repeat=1))
-    other.resume(tmp_path / f"{own.name}.pt")
+    run_settings = small("double_pendulum", "adam")
+    logged(run_settings, tmp_path)
+    other = AgentTraining(dataclasses.replace(run_settings, repeat=1))
+    other.resume(tmp_path / f"{run_settings.name}.pt")
     assert (other.collects, other.lines) == (0, [])
 
 
 def test_finished_run_can_be_prolonged(tmp_path: Path) -> None:
-    own = small("double_pendulum", "adam", collect=48, epoch_steps=96)
-    logged(own, tmp_path)
-    longer = dataclasses.replace(own, epochs=3)
+    run_settings = small("double_pendulum", "adam", collect=48, epoch_steps=96)
+    logged(run_settings, tmp_path)
+    longer = dataclasses.replace(run_settings, epochs=3)
     assert logged(longer, tmp_path) == logged(longer)
 
 
 def test_divergence_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = small("double_pendulum", "adam")
+    run_settings = small("double_pendulum", "adam")
     update = Agent.update
 
     def spoils(agent: Agent) -> Any:
@@ -182,7 +184,7 @@ def test_divergence_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return collected
 
     monkeypatch.setattr(Agent, "update", spoils)
-    lines = list(run(CONFIG, own))
+    lines = list(run(CONFIG, run_settings))
     assert [line["diverged"] for line in lines] == [False, True]
     assert lines[-1]["reward"] is None
     json.dumps(lines, allow_nan=False)

@@ -104,9 +104,9 @@ def test_windows_take_every_word_once(parts: int) -> None:
     assert 18 < sum(sizes) / len(sizes) < 28
     assert len(set(sizes)) > 5
     for window in made:
-        own = [part.stop - part.start for part in window]
-        assert len(set(own[:-1])) <= 1
-        assert 0 <= own[-1] - own[0] < parts
+        lengths = [part.stop - part.start for part in window]
+        assert len(set(lengths[:-1])) <= 1
+        assert 0 <= lengths[-1] - lengths[0] < parts
 
 
 # The model
@@ -193,15 +193,15 @@ def test_a_killed_command_ends_like_one_that_was_not(tmp_path: Path) -> None:
     process.wait()
     log = tmp_path / "killed" / "rnn" / f"{name}.jsonl"
     assert '"seconds"' not in log.read_text(encoding="utf-8")
-    found = []
+    runs_saved = []
     for folder in ("killed", "whole"):
         command.main([*words, str(tmp_path / folder)])
         text = (tmp_path / folder / "rnn.json").read_text(encoding="utf-8")
-        found.append(json.loads(text)["runs"][name])
+        runs_saved.append(json.loads(text)["runs"][name])
         assert not file.exists()
-    for run_ in found:
+    for run_ in runs_saved:
         del run_["seconds"], run_["epoch_seconds"]
-    assert found[0] == found[1]
+    assert runs_saved[0] == runs_saved[1]
 
 
 def test_sisa_takes_a_window_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,13 +183,13 @@ def test_short_and_paper_are_what_the_issue_of_fairness_asks() -> None:
     assert {run.batch for run in short.values()} == {128}
     names = {"sisa", "misa", "sgd", "adam", "adamw", "adabelief", "muon"}
     for seed in range(3):
-        own = [run for run in short.values() if (run.model, run.seed) == ("vgg11", seed)]
-        assert {run.choice.label for run in own} == {*names, "misa_adam_rate"}
-        assert {run.epochs for run in own} == {30}
+        of_seed = [run for run in short.values() if (run.model, run.seed) == ("vgg11", seed)]
+        assert {run.choice.label for run in of_seed} == {*names, "misa_adam_rate"}
+        assert {run.epochs for run in of_seed} == {30}
     paper = plan(PRESETS["paper"])
     for model in ("vgg11", "resnet34", "densenet121"):
-        found = {run.choice.label for run in paper.values() if run.model == model}
-        assert set(TABLE[model]) <= found
+        labels = {run.choice.label for run in paper.values() if run.model == model}
+        assert set(TABLE[model]) <= labels
     assert {run.epochs for run in paper.values()} == {200}
     assert paper["densenet121_sisa_e200_seed0"].batch == 4 * 64
 

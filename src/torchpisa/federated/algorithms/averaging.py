@@ -118,7 +118,7 @@ class FedProx(FedAvg):
 
     Args:
         mu: \(\mu \ge 0\); 0 is FedAvg.
-        lr: see `FedAvg`, as for the rest.
+        lr: the clients' learning rate; all other arguments are those of `FedAvg`.
     """
 
     mu: float = 0.01
@@ -141,7 +141,7 @@ class FedNova(FedAvg):
     mean of the \(\|a_i\|_1\): \(\tau_{\mathrm{eff}} = \sum_i p_i \|a_i\|_1\).
 
     Args:
-        lr: see `FedAvg`, as for the rest.
+        lr: the clients' learning rate; all other arguments are those of `FedAvg`.
     """
 
     def numbers_after(self, steps: Tensor) -> dict[str, Scalar]:

@@ -108,9 +108,9 @@ class Penalised(Algorithm):
         for kind in {kind: None for state in states.values() for kind in state}:
             memory[kind] = {name: state[kind] for name, state in states.items()}
         if len(memory) > 1:
-            some = next(iter(weights.values()))
+            first = next(iter(weights.values()))
             # In float64, because 1 - beta^step loses half its digits in float32.
-            count = torch.zeros((), dtype=torch.float64, device=some.device)
+            count = torch.zeros((), dtype=torch.float64, device=first.device)
             memory["step"] = {"step": count}
         return memory
 

@@ -75,7 +75,7 @@ class RoundPlan:
     """The samples of each client in each local step of a round.
 
     Attributes:
-        who: the clients.
+        clients: their indices, on the device.
         index: samples of each step and client, padded to one number.
         mask: one where a sample counts, zero where it is padding.
         steps: local steps of each client.
