@@ -30,15 +30,17 @@ MAY_IMPORT = {
     "tuning": {"checks", "diagnostics", "optim"},
     "theory": {"algorithms", "preconditioners", "optim", "checks"},
     "federated": {"algorithms", "preconditioners", "penalty", "data", "checks"},
-    "integrations": {"optim"},
-    "__init__": {"algorithms", "preconditioners", "kernels", "penalty", "data", "optim"},
+    "presets": {"checks", "penalty"},
+    "registry": {"checks", "optim", "presets"},
+    "integrations": {"diagnostics", "optim", "registry"},
+    "__init__": {"optim", "registry"},
 }
 INTERNAL = {"checks", "kernels"}  # no part of the public interface
 # Folders that need optional packages: they may import them, and are imported only when needed.
 NEEDS = {
     "kernels/triton": {"triton"},
     "federated/flower": {"flwr", "httpx", "numpy", "uvicorn"},
-    "integrations": {"tianshou"},
+    "integrations": {"accelerate", "lightning", "tianshou", "timm", "transformers"},
 }
 
 Member = griffe.Object | griffe.Alias

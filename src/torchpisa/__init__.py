@@ -6,7 +6,17 @@
 """
 
 from torchpisa.optim import MISA, NSISA, PISA, SISA
+from torchpisa.registry import create, list_optimizers, list_presets
 
-__all__ = ["MISA", "NSISA", "PISA", "SISA", "__version__"]
+__all__ = [
+    "MISA",
+    "NSISA",
+    "PISA",
+    "SISA",
+    "create",
+    "list_optimizers",
+    "list_presets",
+    "__version__",
+]
 
 __version__ = "0.1.0"

@@ -14,6 +14,7 @@ from torchpisa.kernels import foreach
 from torchpisa.kernels.fused import Plans
 from torchpisa.kernels.job import Member
 from torchpisa.optim import nonfinite, report, rounds, traced
+from torchpisa.optim.accumulated import AccumulationWatch
 from torchpisa.optim.grouped import GroupedOptimizer
 from torchpisa.optim.guard import Guard
 from torchpisa.optim.undo import Undo
@@ -38,10 +39,6 @@ class ConsensusOptimizer(GroupedOptimizer):
     Subclasses say which preconditioner a parameter group has; everything else is here.
     """
 
-    # GradScaler then calls step() even when it found infinities, so that a skipped batch uses up
-    # its slot and the batches after it stay with their own duals.
-    _step_supports_amp_scaling = True
-
     # Neither is touched by a load, and copies have none: a model that is attached, and what is
     # called at the end of every round.
     _attached: Attached | None = None
@@ -52,6 +49,7 @@ class ConsensusOptimizer(GroupedOptimizer):
         self._plans: Plans = {}
         self._watch = nonfinite.Watch()
         self._guard = Guard()
+        self._accumulation = AccumulationWatch()
         self._number = traced.register(self)
         self._problem: str | None = None
 
@@ -115,6 +113,7 @@ class ConsensusOptimizer(GroupedOptimizer):
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
         self._report_nonfinite()
+        self._accumulation.look(self._params, self.batches)
         slot = self._claim(batch)
         for group in self.param_groups:
             rounds.lr(group)  # raises before a batch's dual has changed
@@ -144,6 +143,7 @@ class ConsensusOptimizer(GroupedOptimizer):
             batch: slot, from 0. By default the first one that is free in this round.
         """
         self._report_nonfinite()
+        self._accumulation.skipped()
         slot = self._claim(batch)
         self._check_gradients(slot)
         members = self._members()

@@ -61,6 +61,7 @@ class GroupedOptimizer(Optimizer):
         self._check_group(defaults)
         arguments.warn_about_absolute_lr(defaults, type(self).__name__)
         super().__init__(params, defaults)
+        self._step_supports_amp_scaling = self._takes_infinities
 
     @abstractmethod
     def preconditioner(self, group: Group) -> Preconditioner:
@@ -87,6 +88,17 @@ class GroupedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
+        self._step_supports_amp_scaling = self._takes_infinities
+
+    @property
+    def _takes_infinities(self) -> bool:
+        """Whether GradScaler calls step() even when it found infinities.
+
+        A batch that is skipped then uses up its slot, and other ranks need not wait for it. Not
+        otherwise: trainers refuse to clip gradients for optimizers that unscale them.
+        """
+        several = self.batches > 1 or self._exchange is not None
+        return several or bool(self.defaults["capturable"])
 
     @property
     def batches(self) -> int:

@@ -17,6 +17,7 @@ from torchpisa.kernels.foreach import leave_out_nonfinite
 from torchpisa.kernels.job import Kernel, Member, check_shapes, compute_dtype, real
 from torchpisa.kernels.rounding import store
 from torchpisa.optim import arguments, checkpoint, nonfinite, report, traced
+from torchpisa.optim.accumulated import AccumulationWatch
 from torchpisa.optim.guard import Guard
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
 
@@ -116,10 +117,6 @@ class MISA(Optimizer):
         0.3
     """
 
-    # GradScaler then calls step() even when it found infinities, so that a skipped batch uses up
-    # its slot.
-    _step_supports_amp_scaling = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -171,6 +168,7 @@ class MISA(Optimizer):
         _check_group(defaults)
         self._forget()
         super().__init__(params, defaults)
+        self._step_supports_amp_scaling = self._takes_infinities
 
     # Where it stands
 
@@ -229,6 +227,7 @@ class MISA(Optimizer):
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
         self._report_nonfinite()
+        self._accumulation.look(self._params, self.batches)
         slot = self._claim(batch)
         loss = None
         if closure is not None:
@@ -269,6 +268,7 @@ class MISA(Optimizer):
             batch: slot, from 0. By default the first one that is free in this round.
         """
         self._report_nonfinite()
+        self._accumulation.skipped()
         self._use_up(self._claim(batch))
 
     @torch.no_grad()
@@ -429,10 +429,21 @@ class MISA(Optimizer):
         self._number = traced.register(self)
         self._watch = nonfinite.Watch()
         self._guard = Guard()
+        self._accumulation = AccumulationWatch()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
+        self._step_supports_amp_scaling = self._takes_infinities
+
+    @property
+    def _takes_infinities(self) -> bool:
+        """Whether GradScaler calls step() even when it found infinities.
+
+        A batch that is skipped then uses up its slot. Not with one batch: trainers refuse to clip
+        gradients for optimizers that unscale them.
+        """
+        return self.batches > 1 or bool(self.defaults["capturable"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict; it may be taken in the middle of a round."""
