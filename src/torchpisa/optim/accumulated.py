@@ -44,8 +44,8 @@ class AccumulationWatch:
             warnings.warn(
                 f"the gradients of {batches} backward passes were added up for one step(), with "
                 f"batches={batches}: they count as one batch. If each of them is a batch, call "
-                "step() and zero_grad() after each, or let torchpisa.integrations do it in Transformers, "
-                "Accelerate, Lightning or a loop that you cannot change",
+                "step() and zero_grad() after each, or let torchpisa.integrations do it in "
+                "Transformers, Accelerate, Lightning or a loop that you cannot change",
                 AccumulationWarning,
                 stacklevel=2,
             )
