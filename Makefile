@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 		$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
-demo: $(STAMP) ## train on ten clients that share hardly a label, with six algorithms
-	@$(BIN)/python examples/federated.py
+demo: $(STAMP) ## a minute: MISA against AdamW and Muon, and on clients that hold one digit each
+	@$(BIN)/python examples/demo.py
 
 test: lint types docs unit ## everything that must pass: lint, types, docs, unit
 

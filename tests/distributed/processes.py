@@ -12,10 +12,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
 TIMEOUT = 120.0
+# What torch 2.6, the oldest that is supported, says to FSDP2 without an accelerator.
+NO_FSDP = "'Stream' object has no attribute 'record_event'"
 
 # Processes are forked from a server that has imported once what all of them need, and done nothing
 # with it: without pytest and the test's own modules, three quarters of a start are imports.
@@ -99,6 +102,8 @@ def _results(receivers: list[Connection], killed: int | None) -> list[Any]:
             else:
                 failures.append(f"rank {rank}:\n{value}")
                 deadline = min(deadline, time.monotonic() + 5)  # for the others' side of it
+    if any(NO_FSDP in failure for failure in failures) and torch.__version__ < "2.7":
+        pytest.skip("torch 2.6 has no FSDP2 on CPUs")
     if failures:
         raise RankError("\n".join(failures))
     return results

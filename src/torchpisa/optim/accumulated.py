@@ -30,7 +30,8 @@ class AccumulationWatch:
             params: the optimizer's parameters.
             batches: in a round.
         """
-        if batches == 1 or self._looks > _STEPS:
+        # Two passes may well be two losses of one batch, as of a GAN's real and generated images.
+        if batches <= 2 or self._looks > _STEPS:
             return
         self._looks += 1
         if self._handle is None:
