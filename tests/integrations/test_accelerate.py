@@ -1,5 +1,6 @@
 """Accelerate: windows are rounds, states are saved in the middle of one."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +35,16 @@ def _fresh_state() -> Iterator[None]:
     accelerate.state.GradientState._reset_state()
 
 
-def prepare(make: Any, net: Net, batches: Any, cls: Any = Accelerator, **more: Any) -> Any:
+def prepare(
+    make: Any,
+    net: Net,
+    batches: Any,
+    cls: Any = Accelerator,
+    scaler: torch.amp.GradScaler | None = None,
+    **more: Any,
+) -> Any:
     accelerator = cls(gradient_accumulation_steps=STEPS, cpu=True, **more)
+    accelerator.scaler = scaler  # Accelerate itself makes one on accelerators only
     loader = DataLoader(batches, collate_fn=lambda made: made[0])
     optimizer = make(net.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
@@ -99,6 +108,29 @@ def test_every_micro_batch_is_clipped():
     accelerator, _, *rest = prepare(make, net, batches)
     train(accelerator, *rest, max_norm=0.2)
     assert_equal(net, plain(make, batches, max_norm=0.2))
+
+
+@every_optimizer
+def test_scaled_losses(make):
+    batches, net = micro_batches(), model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accelerator, _, *rest = prepare(make, net, batches, scaler=scaler)
+    train(accelerator, *rest)
+    assert_equal(net, plain(make, batches))
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_overflow_ends_its_window_and_lowers_the_scale(at):
+    batches, net = micro_batches(STEPS * 2), model()
+    make = OPTIMIZERS["sisa-paper"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    spoiled = copy.deepcopy(batches)
+    spoiled[STEPS + at]["x"][0, 0] = float("inf")
+    accelerator, bare, *rest = prepare(make, net, spoiled, scaler=scaler)
+    train(accelerator, *rest)
+    assert scaler.get_scale() == 512.0
+    assert bare.iteration == 2
+    assert_equal(net, plain(make, batches[: STEPS + at]))
 
 
 def test_clipping_in_the_last_micro_batch_only_is_remarked_on():
