@@ -51,6 +51,7 @@ except ModuleNotFoundError as error:
 
 STEPS, ROUNDS = 300, 60
 TARGET = 90  # per cent, of the accuracy that rounds are counted to
+NEVER = 10**6  # rounds; JSON has no infinity
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 SEEDS, TUNING_SEED = (0, 1, 2), 7
 # Okabe and Ito's colours, for all eyes, readable on light and dark.
@@ -280,7 +281,7 @@ def best(runs: list[Run]) -> dict[str, dict[str, float]]:
 def score(run: Run) -> tuple[float, float]:
     if run.task.part == "text":
         return run.y[-1], 0.0
-    return reached(run, run.x) or float("inf"), -run.y[-1]
+    return reached(run, run.x) or NEVER, -run.y[-1]
 
 
 # What `--tune` chose.
@@ -343,9 +344,9 @@ def client_rows(runs: list[Run]) -> list[list[str]]:
 
 def middle(values: Sequence[float | None]) -> str:
     """The median over seeds; never, if most of them never arrived."""
-    numbers = sorted(float("inf") if value is None else value for value in values)
+    numbers = sorted(NEVER if value is None else value for value in values)
     value = numbers[len(numbers) // 2]
-    return "never" if value == float("inf") else f"{value:,.0f}"
+    return "never" if value == NEVER else f"{value:,.0f}"
 
 
 TEXT_HEAD = ["", "loss, default settings", "loss, best of six rates", "that rate"]
