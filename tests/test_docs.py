@@ -47,6 +47,9 @@ def run(path: Path, namespace: dict[str, Any]) -> None:
             raise AssertionError(f"the block at {where} raised {error!r}") from error
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec:FutureWarning", "ignore:.*many workers"
+)  # Lightning's
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

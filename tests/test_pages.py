@@ -27,3 +27,20 @@ def test_uneven_parts() -> None:
 
 def test_defaults() -> None:
     assert defaults.overview(runs("defaults")) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_gpt2() -> None:
+    """The README's table has cells of docs/results/language.md, rounded."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results" / "language.md").read_text(encoding="utf-8")
+    for name, shown in (("AdamW", "AdamW"), ("Muon", "Muon + AdamW"), ("MISA", "MISA")):
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} | "))
+        _, _, trials, _, _, loss, _, time, state, *_ = (cell.strip() for cell in line.split("|"))
+        cells = [
+            shown,
+            loss.strip("*"),
+            trials,
+            state.split()[0],
+            f"{float(time.split()[0]):.1f} ms",
+        ]
+        assert "| " + " | ".join(cells) + " |" in readme, name

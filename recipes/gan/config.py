@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.optimizers import Choice
-from recipes.paper_table import PAPER_TABLE
 from recipes.recipe import shared_settings
+from torchpisa.presets import PAPER_TABLE
 
 __all__ = ["KINDS", "PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.optimizers import Choice
-from recipes.paper_table import PAPER_TABLE
+from torchpisa.presets import PAPER_TABLE
 
 __all__ = ["ALGORITHMS", "EXTRA", "OPTIMIZERS", "PRESETS", "TASKS"]
 __all__ += ["Algorithm", "Config", "Settings", "Task", "choose", "label", "plan", "settings"]

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.optimizers import Choice, Schedule
-from recipes.paper_table import PAPER_TABLE
 from recipes.recipe import shared_settings
 from recipes.rnn.model import Sizes
+from torchpisa.presets import PAPER_TABLE
 
 __all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 

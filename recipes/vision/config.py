@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.optimizers import Choice, Schedule
-from recipes.paper_table import PAPER_TABLE, PaperRow
 from recipes.recipe import shared_settings
+from torchpisa.presets import PAPER_TABLE, PaperRow
 
 __all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 

@@ -9,8 +9,18 @@ from importlib import import_module
 from types import ModuleType
 
 from torchpisa.optim import MISA, NSISA, PISA, SISA
+from torchpisa.registry import create, list_optimizers, list_presets
 
-__all__ = ["MISA", "NSISA", "PISA", "SISA", "__version__"]
+__all__ = [
+    "MISA",
+    "NSISA",
+    "PISA",
+    "SISA",
+    "create",
+    "list_optimizers",
+    "list_presets",
+    "__version__",
+]
 
 __version__ = "0.1.0"
 

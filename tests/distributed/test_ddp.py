@@ -388,6 +388,8 @@ REFUSED = [
     ("no_sync", r"RuntimeError: no gradients are on their way.*not under no_sync"),
     ("skip", r"RuntimeError: no gradients are on their way.*skip\(\) cannot take its place"),
 ]
+if torch.__version__ < "2.7":  # groups are always in the order of their ranks there
+    REFUSED = [each for each in REFUSED if each[0] != "other group"]
 
 
 def all_refused(cases: list[str]) -> dict[str, str]:

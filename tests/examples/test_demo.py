@@ -1,90 +1,88 @@
-"""The demo and the other example on digits: they run, compare, draw, and refuse bad options."""
+"""The demo: it runs, compares and draws; the README has the numbers of its saved run."""
 
+import importlib.util
+import json
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-DIGITS, FEDERATED = EXAMPLES / "digits.py", EXAMPLES / "federated.py"
-both = pytest.mark.parametrize("demo", [DIGITS, FEDERATED], ids=lambda path: path.stem)
+pytest.importorskip("sklearn")
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo.py"
+SAVED = ROOT / "docs" / "results" / "demo.json"
 
 
-def run(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8")
-
-
-def table(text: str) -> dict[str, list[str]]:
-    """Return the rows of a printed table by their first cell."""
-    return {
-        cells[1]: cells[2:-1]
-        for line in text.splitlines()
-        if (cells := [cell.strip() for cell in line.replace("|", "│").split("│")])[1:]
-    }
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def check_picture(path: Path) -> None:
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
-    assert 1000 < width < 3000
-    assert 400 < height < 2000
+    assert 1500 < width < 3000
+    assert 400 < height < 1000
     assert 10_000 < len(content) < 500_000
 
 
-def test_digits_compares_and_draws(tmp_path: Path) -> None:
-    done = run(DIGITS, "--steps", 42, cwd=tmp_path)  # no whole number of rounds of four
+def test_it_runs_compares_and_draws(demo: ModuleType, tmp_path: Path) -> None:
+    options = ["--steps", "4", "--rounds", "3", "--save", "demo.json", "--dark", "dark.png"]
+    done = subprocess.run(
+        [sys.executable, DEMO, *options], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    rows = table(done.stdout)
-    assert list(rows)[-4:] == ["AdamW", "SISA", "SISA, 4 parts", "NSISA"], done.stdout
-    state = {}
-    for name in list(rows)[-4:]:
-        numbers = (float(cell.removesuffix(" %")) for cell in rows[name])
-        loss, accuracy, best, _, state[name] = numbers
-        assert 0 < loss < 2.3, name  # of the untrained network: log(10) = 2.30
-        assert 10 < accuracy <= best <= 100, name
-    assert state["AdamW"] == 8  # two float32 moments; the step counters vanish in the rounding
-    assert state["SISA, 4 parts"] >= 4 * state["SISA"] > 0
-    picture = tmp_path / "digits.png"
-    assert str(picture.resolve()) in done.stdout
-    check_picture(picture)
+    assert str((tmp_path / "demo.png").resolve()) in done.stdout
+    for name in ("demo.png", "dark.png"):
+        check_picture(tmp_path / name)
+    runs = demo.read(tmp_path / "demo.json")
+    assert [row[0] for row in demo.client_rows(runs)] == list(demo.ALGORITHMS)
+    assert {run.task.name for run in runs if run.task.part == "text"} >= {"AdamW", "MISA"}
+    for run in runs:
+        assert run.x[-1] == (4 if run.task.part == "text" else 3)
+        assert 0 < run.y[-1] < 100
 
 
-def test_federated_compares_and_draws(tmp_path: Path) -> None:
-    done = run(FEDERATED, "--rounds", 4, "--seed", 5, "--out", "other.png", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = table(done.stdout)
-    names = ["FedAvg", "FedProx", "FedNova", "Scaffold", "SISA", "MISA"]
-    assert list(rows)[-6:] == names, done.stdout
-    for name in names:
-        for cell in rows[name][:3]:
-            last, best = (float(part) for part in cell.removesuffix(")").split(" ("))
-            assert 0 < last <= best <= 100, name
-    steps = {name: int(rows[name][3].replace(",", "")) for name in names}
-    assert steps["SISA"] == steps["MISA"] == 4 * 10  # one per client and round
-    assert {steps[name] for name in names[:4]} == {steps["FedAvg"]}
-    assert steps["FedAvg"] > 10 * steps["SISA"]
-    sent = {name: float(rows[name][4]) for name in names}
-    assert sent["Scaffold"] == pytest.approx(2 * sent["FedAvg"], abs=1)  # printed as whole numbers
-    assert sent["SISA"] == sent["MISA"] == sent["FedAvg"]
-    assert str((tmp_path / "other.png").resolve()) in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["other.png"]
-    check_picture(tmp_path / "other.png")
+def test_the_readme_has_the_saved_numbers(demo: ModuleType) -> None:
+    runs, readme = demo.read(SAVED), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert demo.markdown(demo.TEXT_HEAD, demo.text_rows(runs)) in readme
+    assert demo.markdown(demo.CLIENT_HEAD, demo.client_rows(runs)) in readme
+
+
+def test_settings_are_those_of_the_saved_trials(demo: ModuleType) -> None:
+    trials = json.loads(SAVED.read_text(encoding="utf-8"))["trials"]
+    for key, settings in demo.BEST.items():
+        part, name = key.split("/")
+        own = [t for t in trials if (t["task"]["part"], t["task"]["name"]) == (part, name)]
+        assert len(own) == len(demo.RATES if part == "text" else demo.GRIDS[name])
+        assert min(own, key=lambda t: t["score"])["task"]["settings"] == settings
+    assert not [t for t in trials if t["task"]["seed"] in demo.SEEDS]
+
+
+def test_rounds_are_counted_to_the_first_that_meets_the_target(demo: ModuleType) -> None:
+    run = demo.Run(demo.Task("clients", "MISA"), [1, 2, 3], [50.0, 90.0, 80.0], [10, 20, 30], 0.0)
+    assert demo.reached(run, run.x) == 2
+    assert demo.reached(run, run.samples) == 20
+    assert demo.middle([2, None, 4]) == "4"
+    assert demo.middle([None, None, 4]) == "never"
 
 
 @pytest.mark.parametrize(
-    ("demo", "option", "value"),
-    [
-        *((DIGITS, "--steps", "0"), (FEDERATED, "--rounds", "0")),
-        *((demo, "--seed", "-1") for demo in (DIGITS, FEDERATED)),
-        *((demo, "--out", "nowhere/x.png") for demo in (DIGITS, FEDERATED)),
-    ],
+    ("option", "value"),
+    [("--steps", "0"), ("--rounds", "-1"), ("--out", "nowhere/x.png"), ("--save", "x.txt")],
 )
 def test_bad_options_are_refused(
-    demo: Path,
     option: str,
     value: str,
     tmp_path: Path,
@@ -92,9 +90,9 @@ def test_bad_options_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(demo), f"{option}={value}"])
+    monkeypatch.setattr(sys, "argv", [str(DEMO), f"{option}={value}"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(demo), run_name="__main__")
+        runpy.run_path(str(DEMO), run_name="__main__")
     assert end.value.code == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert option in message
@@ -102,10 +100,9 @@ def test_bad_options_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-@both
-def test_the_extra_is_named(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(demo))
+        runpy.run_path(str(DEMO))
     assert end.value.code == "The demo needs rich: pip install 'torchpisa[demo]'"

@@ -138,8 +138,14 @@ class TestGradScaler:
         scaled, _, _ = self.train(True, batches)
         torch.testing.assert_close(plain.weight, scaled.weight, rtol=1e-5, atol=1e-7)
 
-    @pytest.mark.parametrize("batches", [1, 3])
-    def test_infinities_use_up_their_slot_and_poison_nothing(self, batches):
+    def test_infinities_leave_out_a_step_of_one_batch(self):
+        model, opt, scaler = self.train(True, 1, infinite_at=(4,))
+        assert scaler.get_scale() == 512.0
+        assert opt.iteration == 11
+        assert torch.isfinite(model.weight).all()
+
+    def test_infinities_use_up_their_slot_and_poison_nothing(self):
+        batches = 3
         model, opt, scaler = self.train(True, batches, infinite_at=(4,))
         assert scaler.get_scale() == 512.0
         assert opt.iteration == 12 // batches

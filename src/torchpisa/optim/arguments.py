@@ -52,6 +52,8 @@ FOREIGN_KEYS = frozenset(
         "min_lr",
         "swa_lr",
         "lr_scale",
+        "group_name",
+        "fix_lr",
         "max_momentum",
         "base_momentum",
     }

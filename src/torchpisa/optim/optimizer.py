@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from torchpisa.checks import check_count, check_range
 from torchpisa.kernels.job import Member, check_shapes
 from torchpisa.optim import arguments, nonfinite, report, traced
+from torchpisa.optim.accumulated import AccumulationWatch
 from torchpisa.optim.guard import Guard
 from torchpisa.optim.round import Group, Round
 from torchpisa.optim.state import packed, unpacked
@@ -105,10 +106,6 @@ class RoundOptimizer(Optimizer):
         observers: called at the end of every round; neither copied nor saved.
     """
 
-    # GradScaler then calls step() even when it found infinities, so that a skipped batch uses up
-    # its slot and the batches after it stay with their own duals.
-    _step_supports_amp_scaling = True
-
     # Settings with one value for the whole optimizer: a round is a round of all parameters.
     shared: ClassVar[tuple[str, ...]] = ("batches", "weights", "clip", "nonfinite")
     # The state by which a parameter is known to have any.
@@ -128,7 +125,18 @@ class RoundOptimizer(Optimizer):
         self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
         self._watch = nonfinite.Watch()
         self._guard = Guard()
+        self._accumulation = AccumulationWatch()
+        self._step_supports_amp_scaling = self._takes_infinities
         self.life = traced.register(self)
+
+    @property
+    def _takes_infinities(self) -> bool:
+        """Whether GradScaler calls step() even when it found infinities.
+
+        A batch that is skipped then uses up its slot, and the batches after it stay with their own
+        duals. Not otherwise: trainers refuse to clip gradients for optimizers that unscale them.
+        """
+        return self.batches > 1 or bool(self.defaults["capturable"])
 
     # Where it stands
 
@@ -184,6 +192,8 @@ class RoundOptimizer(Optimizer):
     def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
         if self._watch.waits:
             self._report_nonfinite()
+        if self.batches > 2:
+            self._accumulation.look(self._params, self.batches)
         slot = self._claim(batch)
         for group in self.param_groups:  # before a batch's dual has changed
             lr = group["lr"]
@@ -211,6 +221,7 @@ class RoundOptimizer(Optimizer):
             batch: slot, from 0. By default the first one that is free in this round.
         """
         self._report_nonfinite()
+        self._accumulation.skipped()
         slot = self._claim(batch)
         members = self._members(slot)
         with Undo(self, self._to_copy(members)):

@@ -184,6 +184,11 @@ class PISA(RoundOptimizer):
         if self.peers is not None:
             self.peers.forget()
 
+    @property
+    def _takes_infinities(self) -> bool:
+        # Other ranks wait for this one, whatever it found.
+        return self.peers is not None or super()._takes_infinities
+
     # Rules
 
     def parts(self) -> list[Part]:

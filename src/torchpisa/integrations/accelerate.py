@@ -1,0 +1,125 @@
+"""Hugging Face Accelerate: an Accelerator whose micro-batches are the batches of a round."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchpisa.integrations.accumulation import MicroBatches, takes_batches
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "accelerate":
+        raise
+    raise ModuleNotFoundError(
+        "torchpisa.integrations.accelerate needs Accelerate: pip install 'torchpisa[huggingface]'",
+        name=error.name,
+    ) from error
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """`accelerate.Accelerator` that lets an optimizer see the gradient of every micro-batch.
+
+    Nothing changes unless an optimizer of torchpisa has `batches` equal to
+    `gradient_accumulation_steps`. Then `optimizer.step()`, which you call for every micro-batch as
+    always, takes each of them as a batch of its round, and a window is a round.
+
+    If you clip gradients, call `clip_grad_norm_` for every micro-batch, without
+    `if accelerator.sync_gradients`.
+    """
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> Optimizer:
+        """Prepare an optimizer."""
+        prepared = getattr(optimizer, "_is_accelerate_prepared", False)
+        if prepared or not takes_batches(optimizer, self.gradient_accumulation_steps):
+            return super().prepare_optimizer(optimizer, device_placement)  # type: ignore[no-any-return]
+        plugin = self.gradient_state.plugin_kwargs
+        if self.num_processes > 1 and not plugin.get("sync_each_batch", False):
+            raise RuntimeError(
+                "several processes must average the gradients of every micro-batch: give "
+                "Accelerator gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps="
+                f"{self.gradient_accumulation_steps}, sync_each_batch=True), or leave batches at 1"
+            )
+        placed = self.device_placement if device_placement is None else device_placement
+        taking = _MicroBatchOptimizer(optimizer, placed, self.scaler)
+        self._optimizers.append(taking)
+        return taking
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute gradients; they are those of the loss itself, not of a part of it."""
+        super().backward(loss, **kwargs)
+        for optimizer in self._taking:
+            optimizer.micro.rescale(self.gradient_accumulation_steps)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """Clip the gradients of a micro-batch by their norm."""
+        if self.sync_gradients or not self._taking:
+            self._remark()
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        params = list(parameters)
+        self._clip(lambda: torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type))
+        return None
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        """Clip the gradients of a micro-batch by their values."""
+        if self.sync_gradients or not self._taking:
+            self._remark()
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        params = list(parameters)
+        self._clip(lambda: torch.nn.utils.clip_grad_value_(params, clip_value))
+
+    @property
+    def _taking(self) -> list["_MicroBatchOptimizer"]:
+        return [each for each in self._optimizers if isinstance(each, _MicroBatchOptimizer)]
+
+    def _clip(self, clip: Callable[[], object]) -> None:
+        """Leave clipping to the step, which unscales gradients first."""
+        for optimizer in self._taking:
+            optimizer.clip = clip
+
+    def _remark(self) -> None:
+        """Warn if the last micro-batch of a window is clipped and the one before was not."""
+        if any(optimizer.unclipped for optimizer in self._taking):
+            warnings.warn(
+                "clip_grad_norm_ was called for the last micro-batch of a window only: call it for "
+                "every micro-batch, without `if accelerator.sync_gradients`",
+                stacklevel=3,
+            )
+
+
+class _MicroBatchOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Accelerate's wrapper of an optimizer, with steps that are not left out within a window."""
+
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self, optimizer: Any, device_placement: bool, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
+        self.micro = MicroBatches(optimizer, scaler=scaler)
+        self.clip: Callable[[], object] | None = None
+        self.unclipped = False  # whether a micro-batch of this window was taken as it was
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            super().step(closure)
+            self.unclipped = False
+            return
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self.unclipped = self.unclipped or self.clip is None
+        self.micro.take(self.clip)
+        self.clip = None

@@ -1,0 +1,161 @@
+"""Optimizers and their presets by name."""
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from torchpisa.checks import check_range
+from torchpisa.optim import MISA, NSISA, PISA, SISA
+from torchpisa.optim.param_groups import is_matrix, split
+from torchpisa.presets import PRESETS, Preset
+
+__all__ = ["OPTIMIZERS", "OptimizerInfo", "create", "list_optimizers", "list_presets"]
+
+AnyOptimizer = PISA | SISA | NSISA | MISA
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """What is known about an optimizer by name.
+
+    Attributes:
+        name: what `create` takes.
+        cls: its class.
+        description: one line.
+        by_shape: whether hidden matrices have a rule of their own.
+    """
+
+    name: str
+    cls: Callable[..., AnyOptimizer]
+    description: str
+    by_shape: bool = False
+
+
+OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
+    {
+        info.name: info
+        for info in (
+            OptimizerInfo("misa", MISA, "matrices orthogonalised, one lr in AdamW's terms", True),
+            OptimizerInfo("sisa", SISA, "second moments, a dual per batch"),
+            OptimizerInfo("nsisa", NSISA, "orthogonalised momentum, as in the paper", True),
+            OptimizerInfo("pisa", PISA, "any preconditioner"),
+        )
+    }
+)
+"""All optimizers by name."""
+
+
+def list_optimizers(pattern: str = "*") -> list[str]:
+    """Return the names of the optimizers.
+
+    Args:
+        pattern: wildcards, such as `"*sisa"`.
+
+    Examples:
+        >>> list_optimizers()
+        ['misa', 'sisa', 'nsisa', 'pisa']
+    """
+    return fnmatch.filter(OPTIMIZERS, pattern)
+
+
+def list_presets(pattern: str = "*") -> list[str]:
+    """Return the names of the presets.
+
+    Args:
+        pattern: wildcards, such as `"paper/imagenet/*"`.
+
+    Examples:
+        >>> list_presets("paper/rnn/*")
+        ['paper/rnn/1', 'paper/rnn/2', 'paper/rnn/3']
+    """
+    return fnmatch.filter(PRESETS, pattern)
+
+
+def create(
+    name: str,
+    model: nn.Module | Iterable[Any],
+    *,
+    preset: str | None = None,
+    rounds: int | None = None,
+    epochs: int | None = None,
+    decay_vectors: bool | None = None,
+    **arguments: Any,
+) -> AnyOptimizer:
+    """Make an optimizer by its name.
+
+    From a model, parameters come in named groups: MISA and NSISA learn which matrices are
+    embeddings or output layers, and vectors (biases, norms) have no weight decay.
+
+    Args:
+        name: one of `list_optimizers()`.
+        model: a model; or parameters or groups of your own, which are left as they are.
+        preset: one of `list_presets()`, of this optimizer. Arguments override it.
+        rounds: rounds of an epoch, and
+        epochs: epochs of the training, for presets whose sigma grows with time; by default those of
+            the paper.
+        decay_vectors: whether vectors have weight decay, too. By default only with a preset,
+            because the paper makes no difference.
+        **arguments: of the optimizer.
+
+    Raises:
+        ValueError: there is no such name, or the preset belongs to another optimizer.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> opt = create("misa", model, lr=1e-3)
+        >>> [group["weight_decay"] for group in opt.param_groups]
+        [0.1, 0.1, 0.0]
+        >>> create("sisa", model, preset="paper/resnet34").batches
+        4
+    """
+    info: OptimizerInfo = _find("name", name, OPTIMIZERS)
+    if preset is not None:
+        found: Preset = _find("preset", preset, PRESETS)
+        if found.optimizer != info.name:
+            raise ValueError(
+                f"preset must be one of {info.name}'s, got {preset!r}, which is {found.optimizer}'s"
+            )
+        arguments = {**found.arguments(rounds, epochs), **arguments}
+    elif rounds is not None or epochs is not None:
+        raise ValueError(f"rounds and epochs need a preset, got {rounds!r} and {epochs!r}")
+    if not isinstance(model, nn.Module):
+        return info.cls(model, **arguments)
+    if decay_vectors is None:
+        decay_vectors = preset is not None
+    return info.cls(_groups(info, model, arguments, decay_vectors), **arguments)
+
+
+def _groups(
+    info: OptimizerInfo, model: nn.Module, arguments: Mapping[str, Any], decay_vectors: bool
+) -> list[Any]:
+    """Return the parameters of a model in groups, vectors without decay unless they are to have."""
+    default = inspect.signature(info.cls).parameters.get("weight_decay")
+    decay = arguments.get("weight_decay", 0.0 if default is None else default.default)
+    check_range("weight_decay", decay, 0, high_open=True)
+    if info.by_shape:
+        return split(model, weight_decay=None if decay_vectors or not decay else decay)
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if decay_vectors or not (decay or arguments.get("consensus_decay")):
+        return [{"params": named}]
+    matrices = [(name, param) for name, param in named if is_matrix(param)]
+    vectors = [(name, param) for name, param in named if not is_matrix(param)]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0, "consensus_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _find(what: str, name: str, known: Mapping[str, Any]) -> Any:
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}{hint}")
