@@ -159,6 +159,9 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
             axes.set_title(panel.title, fontsize=9)
             axes.set_ylabel(panel.label, fontsize=8)
             axes.set_yscale("log" if panel.log else "linear")
+            if panel.log:  # 200 and not 2 x 10^2
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("{x:g}")
             if within is not None:
                 axes.set_ylim(*within)
             axes.grid(color=INK, alpha=0.2, lw=0.6)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import gan, heterogeneity, language, vision
+from recipes import gan, heterogeneity, language, rnn, vision
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
 from recipes.heterogeneity.report import overview
@@ -27,6 +27,7 @@ def saved(name: str) -> Results:
         ("language_seed1", language.RECIPE),
         ("vision", vision.RECIPE),
         ("gan", gan.RECIPE),
+        ("rnn", rnn.RECIPE),
     ],
 )
 def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
@@ -45,6 +46,7 @@ def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
         ("language", language.RECIPE),
         ("vision", vision.RECIPE),
         ("gan", gan.RECIPE),
+        ("rnn", rnn.RECIPE),
     ],
 )
 def test_page_is_the_report_of_the_results(name: str, recipe: Recipe) -> None:
@@ -65,6 +67,7 @@ def test_readme_shows_the_results() -> None:
         ("language", language.RECIPE),
         ("vision", vision.RECIPE),
         ("gan", gan.RECIPE),
+        ("rnn", rnn.RECIPE),
     ],
 )
 def test_saved_statements_follow_from_the_results(name: str, recipe: Recipe) -> None:
