@@ -15,7 +15,7 @@ import numpy as np
 
 from recipes.rl.run import lacks, load
 
-__all__ = ["main", "picture", "play", "stage"]
+__all__ = ["cast", "main", "picture", "play", "stage"]
 
 
 def stage(environment: str, size: int) -> Any:
@@ -42,11 +42,24 @@ def stage(environment: str, size: int) -> Any:
     return made
 
 
-def play(state: dict[str, Any], environment: Any, every: int, seed: int) -> tuple[list[Any], float]:
-    """Play an episode of a checkpoint.
+def cast(state: dict[str, Any]) -> Any:
+    """Return the agent of a checkpoint, as `recipes.rl.run.load` returned it.
+
+    Do it before `stage`: Triton, which optimizers import, crashes where Mesa has loaded its LLVM.
+    """
+    from recipes.rl.agent import Agent
+
+    agent = Agent(state["settings"])
+    agent.load(state["agent"])
+    agent.policy.deterministic_eval = True
+    return agent
+
+
+def play(agent: Any, environment: Any, every: int, seed: int) -> tuple[list[Any], float]:
+    """Play an episode.
 
     Args:
-        state: what `recipes.rl.run.load` returned.
+        agent: from `cast`.
         environment: from `stage`.
         every: steps from one frame to the next.
         seed: of the episode.
@@ -54,11 +67,6 @@ def play(state: dict[str, Any], environment: Any, every: int, seed: int) -> tupl
     Returns:
         the frames, as arrays, and the reward of the episode.
     """
-    from recipes.rl.agent import Agent
-
-    agent = Agent(state["settings"])
-    agent.load(state["agent"])
-    agent.policy.deterministic_eval = True
     statistics = agent.environments.get_obs_rms()
     observation, _ = environment.reset(seed=seed)
     frames, total, steps, over = [], 0.0, 0, False
@@ -111,11 +119,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
     state = load(args.checkpoint)
+    agent = cast(state)
     try:
         environment = stage(state["settings"].environment, args.size)
     except RuntimeError as error:
         sys.exit(str(error))
-    frames, reward = play(state, environment, args.every, args.seed)
+    frames, reward = play(agent, environment, args.every, args.seed)
     path = args.out or args.checkpoint.with_suffix(".png")
     picture(frames, path, args.frames, args.every * environment.unwrapped.dt)
     print(f"{path}  reward {reward:.0f}")
