@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import gan, heterogeneity, language, rnn, vision
+from recipes import gan, heterogeneity, language, rl, rnn, vision
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
 from recipes.heterogeneity.report import overview
@@ -29,6 +29,7 @@ def saved(name: str) -> Results:
         ("vision_paper", vision.RECIPE),
         ("gan", gan.RECIPE),
         ("rnn", rnn.RECIPE),
+        ("rl", rl.RECIPE),
     ],
 )
 def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
@@ -49,6 +50,7 @@ def test_runs_have_the_settings_of_the_plan(name: str, recipe: Recipe) -> None:
         ("vision_paper", vision.RECIPE),
         ("gan", gan.RECIPE),
         ("rnn", rnn.RECIPE),
+        ("rl", rl.RECIPE),
     ],
 )
 def test_page_is_the_report_of_the_results(name: str, recipe: Recipe) -> None:
@@ -71,6 +73,7 @@ def test_readme_shows_the_results() -> None:
         ("vision_paper", vision.RECIPE),
         ("gan", gan.RECIPE),
         ("rnn", rnn.RECIPE),
+        ("rl", rl.RECIPE),
     ],
 )
 def test_saved_statements_follow_from_the_results(name: str, recipe: Recipe) -> None:
