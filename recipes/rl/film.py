@@ -30,7 +30,9 @@ def stage(environment: str, size: int) -> Any:
     """
     from recipes.rl.agent import make
 
-    made = make(environment, render_mode="rgb_array", width=size, height=size)
+    # The camera that follows the agent; where there is none, as for a pendulum, it stands still.
+    options = {"render_mode": "rgb_array", "camera_name": "track"}
+    made = make(environment, **options, width=size, height=size)
     made.reset()
     try:
         made.render()
