@@ -262,7 +262,7 @@ def page(lines: list[Line]) -> str:
             for name, (solved, tasks) in PUBLISHED.items()
         ),
         "",
-        f"{problems} of LightBench 0.1.1's 51 problems, and its conditions; at most {steps:,} steps "
+        f"{problems} of LightBench 0.1.1's 51 problems, its conditions; at most {steps:,} steps "
         f"and {SECONDS:g} seconds of one core a try, without what `LEFT_OUT` names. A try has the "
         f"optimizer's own learning rate times {', '.join(f'{f:g}' for f in FACTORS)}, betas and "
         "momentum as they are. The published rates come from a search of up to 1,000 settings of "
