@@ -247,6 +247,7 @@ def rates(lines: Iterable[Line]) -> dict[str, tuple[int, int, int]]:
 def page(lines: list[Line]) -> str:
     """Return the rates of success as Markdown, published ones below ours."""
     steps = max(line["steps"] for line in lines)
+    problems = len({line["benchmark"] for line in lines})
     rows = [
         "| optimizer | solved | solved with its default rate |",
         "|---|---|---|",
@@ -261,8 +262,8 @@ def page(lines: list[Line]) -> str:
             for name, (solved, tasks) in PUBLISHED.items()
         ),
         "",
-        f"LightBench 0.1.1: its problems and its conditions, at most {steps:,} steps and "
-        f"{SECONDS:g} seconds of one core a try, without what `LEFT_OUT` names. A try has the "
+        f"{problems} of LightBench 0.1.1's 51 problems, its conditions; at most {steps:,} steps "
+        f"and {SECONDS:g} seconds of one core a try, without what `LEFT_OUT` names. A try has the "
         f"optimizer's own learning rate times {', '.join(f'{f:g}' for f in FACTORS)}, betas and "
         "momentum as they are. The published rates come from a search of up to 1,000 settings of "
         "learning rate and betas with up to 100,000 steps each, and are no comparison.",

@@ -165,6 +165,7 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
         x_label: below all of them.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     panels = [panel for row in rows for panel in row]
     labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
@@ -195,6 +196,11 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
             axes.set_title(panel.title, fontsize=9)
             axes.set_ylabel(panel.label, fontsize=8)
             axes.set_yscale("log" if panel.log else "linear")
+            if axes.get_xlim()[1] >= 1e4:  # 100k and not 100000, for which there is no room
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            if panel.log:  # 200 and not 2 x 10^2
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("{x:g}")
             if within is not None:
                 axes.set_ylim(*within)
             axes.grid(color=INK, alpha=0.2, lw=0.6)

@@ -24,13 +24,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", choices=list(PRESETS), default="short")
     args = parser.parse_args(argv)
     config = PRESETS[args.preset]
-    pictures = {
-        (run.kind, run.choice.label): args.folder / f"{name}.png"
-        for name, run in plan(config).items()
-        if run.seed == config.seed and (args.folder / f"{name}.png").is_file()
-    }
+    pictures: dict[tuple[str, str], Path] = {}  # of the first seed that is there
+    for name, run in plan(config).items():
+        path = args.folder / f"{name}.png"
+        if path.is_file():
+            pictures.setdefault((run.kind, run.choice.label), path)
     if not pictures:
-        parser.error(f"folder must hold pictures of the preset's first seed, got {args.folder}")
+        parser.error(f"folder must hold pictures of the preset's runs, got {args.folder}")
     kinds = list(dict.fromkeys(kind for kind, _ in pictures))
     labels = list(dict.fromkeys(label for _, label in pictures))
     with figure_style("samples"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from recipes.rl.run import load, missing_requirement
 
-__all__ = ["main", "make_filmable", "play", "write_picture"]
+__all__ = ["load_agent", "main", "make_filmable", "play", "write_picture"]
 
 
 def make_filmable(environment: str, size: int) -> Any:
@@ -30,7 +30,9 @@ def make_filmable(environment: str, size: int) -> Any:
     """
     from recipes.rl.agent import make
 
-    env = make(environment, render_mode="rgb_array", width=size, height=size)
+    # The camera that follows the agent; where there is none, as for a pendulum, it stands still.
+    options = {"render_mode": "rgb_array", "camera_name": "track"}
+    env = make(environment, **options, width=size, height=size)
     env.reset()
     try:
         env.render()
@@ -42,11 +44,25 @@ def make_filmable(environment: str, size: int) -> Any:
     return env
 
 
-def play(state: dict[str, Any], environment: Any, every: int, seed: int) -> tuple[list[Any], float]:
-    """Play an episode of a checkpoint.
+def load_agent(state: dict[str, Any]) -> Any:
+    """Return the agent of a checkpoint, as `recipes.rl.run.load` returned it.
+
+    Call it before `make_filmable`: Triton, which optimizers import, crashes where Mesa has loaded
+    its LLVM.
+    """
+    from recipes.rl.agent import Agent
+
+    agent = Agent(state["settings"])
+    agent.load(state["agent"])
+    agent.policy.deterministic_eval = True
+    return agent
+
+
+def play(agent: Any, environment: Any, every: int, seed: int) -> tuple[list[Any], float]:
+    """Play an episode.
 
     Args:
-        state: what `recipes.rl.run.load` returned.
+        agent: from `load_agent`.
         environment: from `make_filmable`.
         every: steps from one frame to the next.
         seed: of the episode.
@@ -54,11 +70,6 @@ def play(state: dict[str, Any], environment: Any, every: int, seed: int) -> tupl
     Returns:
         the frames, as arrays, and the reward of the episode.
     """
-    from recipes.rl.agent import Agent
-
-    agent = Agent(state["settings"])
-    agent.load(state["agent"])
-    agent.policy.deterministic_eval = True
     statistics = agent.environments.get_obs_rms()
     observation, _ = environment.reset(seed=seed)
     frames, total, steps, over = [], 0.0, 0, False
@@ -111,11 +122,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
     state = load(args.checkpoint)
+    agent = load_agent(state)
     try:
         environment = make_filmable(state["settings"].environment, args.size)
     except RuntimeError as error:
         sys.exit(str(error))
-    frames, reward = play(state, environment, args.every, args.seed)
+    frames, reward = play(agent, environment, args.every, args.seed)
     path = args.out or args.checkpoint.with_suffix(".png")
     write_picture(frames, path, args.frames, args.every * environment.unwrapped.dt)
     print(f"{path}  reward {reward:.0f}")

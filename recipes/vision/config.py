@@ -38,8 +38,6 @@ BASELINES: dict[str, dict[str, Any]] = {
 }
 # VGG-11 has no normalisation; this is the rate of the repository that its layers come from.
 SGD_VGG = 0.05
-# MISA with its defaults; the decay is AdamW's.
-MISA: dict[str, Any] = {"weight_decay": 0.01}
 # The published VGG-11 script divides rho together with sigma, more often than the table says.
 PUBLISHED_VGG = tuple(
     sorted(
@@ -78,9 +76,9 @@ def choices(dataset: str, model: str, names: Sequence[str], epochs: int) -> tupl
         elif name == "sisa_defaults":
             chosen.append(Choice("sisa", L2, label=name))
         elif name == "misa":
-            chosen.append(Choice("misa", MISA))
+            chosen.append(Choice("misa"))
         elif name == "misa_adam_rate":
-            chosen.append(Choice("misa", {"lr": BASELINES["adam"]["lr"], **MISA}, label=name))
+            chosen.append(Choice("misa", {"lr": BASELINES["adam"]["lr"]}, label=name))
         elif name == "nsisa":
             chosen.append(Choice("nsisa", L2))
         else:

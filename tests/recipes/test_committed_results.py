@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import gan, heterogeneity, language, vision
+from recipes import gan, heterogeneity, language, rl, rnn, vision
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
 from recipes.heterogeneity.report import overview
@@ -17,7 +17,10 @@ RECIPES = {
     "heterogeneity": heterogeneity.RECIPE,
     "language": language.RECIPE,
     "vision": vision.RECIPE,
+    "vision_paper": vision.RECIPE,
     "gan": gan.RECIPE,
+    "rnn": rnn.RECIPE,
+    "rl": rl.RECIPE,
 }
 
 

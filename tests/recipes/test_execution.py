@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes import __main__ as command
+from recipes import logs
 from recipes.execution import Runs, format_duration, logged_lines, progress_text, share_threads
 from recipes.recipe import Check, Line, Recipe, Results
 
@@ -167,6 +168,18 @@ def test_interrupted_run_is_not_in_the_log(tmp_path: Path) -> None:
     text = runs.path("flat").read_text(encoding="utf-8")
     runs.path("flat").write_text(text[: text.rindex('{"seconds')], encoding="utf-8")
     assert runs.log("flat") is None
+
+
+def test_lines_are_in_the_log_while_the_run_goes_on(tmp_path: Path) -> None:
+    path, seen = tmp_path / "run.jsonl", []
+
+    def lines() -> Iterator[Line]:
+        for epoch in (1, 2, 3):
+            seen.append(path.read_text(encoding="utf-8").count("\n"))
+            yield {"epoch": epoch}
+
+    logs.record(path, {}, lines(), lambda line: None)
+    assert seen == [1, 2, 3]  # the header, and what was yielded before
 
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,16 @@ def test_strip_and_animation(checkpoint: Path, tmp_path: Path, monkeypatch, caps
         assert image.n_frames > 2
 
 
+def test_camera_follows_the_agent(monkeypatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    try:
+        environment = film.make_filmable("HalfCheetah-v5", 32)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    renderer = environment.unwrapped.mujoco_renderer
+    assert renderer.model.camera(renderer.camera_id).name == "track"
+
+
 def test_without_a_renderer_it_says_so(monkeypatch) -> None:
     def render(self):
         raise ImportError("no OpenGL")
