@@ -27,12 +27,17 @@ from torchpisa.integrations.accelerate import Accelerator  # noqa: E402
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """Accelerators share their settings; forget them."""
-    yield
+def forget() -> None:
+    """Accelerators, Trainer's among them, share their settings in a process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    forget()
+    yield
+    forget()
 
 
 def prepare(
