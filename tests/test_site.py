@@ -19,11 +19,12 @@ OPTIONS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
-# What a reader does: hide the first curve, then point at the middle of the picture.
+# What a reader does when all is drawn: hide the first curve, then point at the middle of the picture.
 VISIT = """
 const wait = setInterval(() => {
+  const boxes = [...document.querySelectorAll(".curves")];
+  if (!boxes.every((box) => box.querySelector("polyline"))) return;
   const svg = document.querySelector(".curves svg");
-  if (!svg) return;
   clearInterval(wait);
   const before = document.querySelectorAll("polyline").length;
   document.querySelector(".curves button").click();

@@ -16,7 +16,7 @@ from recipes.optimizers import (
     scale_learning_rates,
     state_bytes,
 )
-from recipes.paper_table import PAPER_TABLE
+from torchpisa.presets import PAPER_TABLE
 
 OPTIONS = {
     "sgd": {"lr": 0.05, "momentum": 0.9},

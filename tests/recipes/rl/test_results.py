@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes import __main__ as command
-from recipes.paper_table import PAPER_TABLE
+from torchpisa.presets import PAPER_TABLE
 from recipes.recipe import Results
 from recipes.rl import RECIPE
 from recipes.rl.config import ALGORITHMS, PRESETS, Settings, plan, settings
