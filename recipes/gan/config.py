@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.optimizers import Choice
-from recipes.paper_table import PAPER_TABLE
 from recipes.recipe import shared_settings
+from recipes.rows import ROWS
 
 __all__ = ["KINDS", "PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 
@@ -22,7 +22,7 @@ BASELINES: dict[str, dict[str, Any]] = {
 
 def choices(kind: str, names: Sequence[str]) -> tuple[Choice, ...]:
     """Return the optimizers of both networks: "sisa" with the paper's row, MISA with defaults."""
-    row = PAPER_TABLE[f"gan/{kind}"]
+    row = ROWS[f"gan/{kind}"]
     chosen = []
     for name in names:
         if name == "sisa":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.optimizers import Choice
-from recipes.paper_table import PAPER_TABLE
+from recipes.rows import ROWS
 
 __all__ = ["ALGORITHMS", "EXTRA", "OPTIMIZERS", "PRESETS", "TASKS"]
 __all__ += ["Algorithm", "Config", "Settings", "Task", "choose", "label", "plan", "settings"]
@@ -187,7 +187,7 @@ def choose(task: str, algorithm: str, optimizer: str) -> Choice:
     if optimizer != "sisa":
         name = optimizer.partition("_")[0]
         return Choice(name, {"lr": ALGORITHMS[algorithm].lr}, label=optimizer)
-    row = PAPER_TABLE[f"rl/{task if TASKS[task].algorithm == algorithm else ROW[algorithm]}"]
+    row = ROWS[f"rl/{task if TASKS[task].algorithm == algorithm else ROW[algorithm]}"]
     return Choice("sisa", {"sigma": row.sigma, "rho": row.rho, "beta": row.beta}, row.batches)
 
 
@@ -197,7 +197,7 @@ def settings(config: Config, task: str, optimizer: str, seed: int) -> Settings:
     tianshou, choice = ALGORITHMS[algorithm], choose(task, algorithm, optimizer)
     collect, minibatch = tianshou.collect, tianshou.minibatch
     if choice.batches > 1:
-        minibatch = PAPER_TABLE[f"rl/{task}"].samples
+        minibatch = ROWS[f"rl/{task}"].samples
         # If Tianshou takes one gradient of all that it collected, a collection is a round here.
         collect = collect if tianshou.minibatch else choice.batches * minibatch
     return Settings(

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.optimizers import Choice, Schedule
-from recipes.paper_table import PAPER_TABLE
 from recipes.recipe import shared_settings
 from recipes.rnn.model import Sizes
+from recipes.rows import ROWS
 
 __all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 
@@ -60,7 +60,7 @@ def choices(
         published_steps: whether "sisa" has the published `milestones` instead of the task's
             schedule.
     """
-    row = PAPER_TABLE[f"rnn/{layers}"]
+    row = ROWS[f"rnn/{layers}"]
     chosen = []
     for name in names:
         if name == "sisa":

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.optimizers import Choice, Schedule
-from recipes.paper_table import PAPER_TABLE, PaperRow
 from recipes.recipe import shared_settings
+from recipes.rows import ROWS, Row
 
 __all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 
@@ -49,7 +49,7 @@ PUBLISHED_VGG = tuple(
 )
 
 
-def rate_steps(row: PaperRow, model: str, epochs: int) -> Schedule:
+def rate_steps(row: Row, model: str, epochs: int) -> Schedule:
     """Return the row's gamma as steps of the learning rate, which divides sigma and rho."""
     if model == "vgg11":
         return Schedule("steps", PUBLISHED_VGG)
@@ -66,7 +66,7 @@ def choices(dataset: str, model: str, names: Sequence[str], epochs: int) -> tupl
     the published script's schedule instead of gamma, "sisa_defaults" SISA with its defaults,
     "misa_adam_rate" MISA with the learning rate that Adam has here.
     """
-    row = PAPER_TABLE[f"{dataset}/{model}"]
+    row = ROWS[f"{dataset}/{model}"]
     chosen = []
     for name in names:
         if name == "sisa":

@@ -16,7 +16,7 @@ from recipes.optimizers import (
     scale_learning_rates,
     state_bytes,
 )
-from recipes.paper_table import PAPER_TABLE
+from recipes.rows import ROWS
 
 OPTIONS = {
     "sgd": {"lr": 0.05, "momentum": 0.9},
@@ -110,9 +110,9 @@ def test_wrong_choices_are_refused() -> None:
         Schedule("linear")
 
 
-@pytest.mark.parametrize("name", list(PAPER_TABLE))
+@pytest.mark.parametrize("name", list(ROWS))
 def test_rows_are_arguments_of_sisa(name: str) -> None:
-    row = PAPER_TABLE[name]
+    row = ROWS[name]
     model = nn.Linear(2, 1)
     optimizer = build(Choice("sisa", row.options(), row.batches), model, row.rounds)
     (group,) = optimizer.param_groups
@@ -122,9 +122,9 @@ def test_rows_are_arguments_of_sisa(name: str) -> None:
 
 
 def test_rows_as_printed() -> None:
-    vgg = PAPER_TABLE["cifar10/vgg11"]
+    vgg = ROWS["cifar10/vgg11"]
     assert (vgg.sigma, vgg.rho, vgg.gamma) == (4.5, 3e4, (0.90, 10))
     assert (vgg.mu, vgg.consensus_decay, vgg.epochs) == (2.5e-4, 4e-4, 200)
     assert vgg.batches * vgg.samples * vgg.rounds <= 50_000 < vgg.batches * vgg.samples * 391
-    kinds = Counter(name.split("/")[0] for name in PAPER_TABLE)
+    kinds = Counter(name.split("/")[0] for name in ROWS)
     assert (kinds["imagenet"], kinds["cifar10"], kinds["gan"], kinds["rnn"]) == (5, 3, 2, 3)

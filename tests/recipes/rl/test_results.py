@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from recipes import __main__ as command
-from recipes.paper_table import PAPER_TABLE
 from recipes.recipe import Results
 from recipes.rl import RECIPE
 from recipes.rl.config import ALGORITHMS, PRESETS, Settings, plan, settings
 from recipes.rl.results import condense
 from recipes.rl.run import missing_requirement
+from recipes.rows import ROWS
 
 CONFIG = PRESETS["paper"]
 REWARDS = {"sisa": 2000.0, "misa": 500.0, "adam": 1000.0, "sisa_lr": 1000.0}
@@ -68,7 +68,7 @@ def test_plan_of_the_paper() -> None:
 
 @pytest.mark.parametrize("task", ["ant", "humanoid", "half_cheetah", "double_pendulum"])
 def test_sisa_has_the_row_of_the_paper(task: str) -> None:
-    run_settings, row = settings(CONFIG, task, "sisa", 0), PAPER_TABLE[f"rl/{task}"]
+    run_settings, row = settings(CONFIG, task, "sisa", 0), ROWS[f"rl/{task}"]
     assert run_settings.choice.options == {"sigma": row.sigma, "rho": row.rho, "beta": 0.999}
     assert (run_settings.choice.batches, run_settings.minibatch, run_settings.horizon) == (
         4,
