@@ -19,7 +19,7 @@ OPTIONS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
-# What a reader does when all is drawn: hide the first curve, then point at the middle of the picture.
+# What a reader does when all is drawn: hide the first curve, then point at the middle.
 VISIT = """
 const wait = setInterval(() => {
   const boxes = [...document.querySelectorAll(".curves")];

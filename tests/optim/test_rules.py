@@ -427,7 +427,7 @@ class TestGroupsOfNSISA:
 
     @pytest.mark.parametrize("sisa_sigma", [None, 0.5])
     def test_a_checkpoint_with_split_groups_is_put_together(self, sisa_sigma):
-        """Versions before 0.2 wrote a group of matrices and one of the rest for each group."""
+        """Earlier versions wrote a group of matrices and one of the rest for each group."""
         vector, matrix = self.params()[::-1]
         opt = NSISA([vector, matrix], sisa_sigma=sisa_sigma)
         for _ in range(3):

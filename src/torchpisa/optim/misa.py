@@ -279,7 +279,7 @@ class MISA(RoundOptimizer):
         _check_matrices(group)
 
     def converted(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Leave out what versions before 0.2 wrote of an open round."""
+        """Leave out what earlier versions wrote of an open round."""
         groups = [
             {name: value for name, value in group.items() if name != "moves"}
             if isinstance(group, dict)

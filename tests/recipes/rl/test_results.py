@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from recipes import __main__ as command
-from torchpisa.presets import PAPER_TABLE
 from recipes.recipe import Results
 from recipes.rl import RECIPE
 from recipes.rl.config import ALGORITHMS, PRESETS, Settings, plan, settings
 from recipes.rl.results import condense
 from recipes.rl.run import missing_requirement
+from torchpisa.presets import PAPER_TABLE
 
 CONFIG = PRESETS["paper"]
 REWARDS = {"sisa": 2000.0, "misa": 500.0, "adam": 1000.0, "sisa_lr": 1000.0}

@@ -114,7 +114,7 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: PISA) ->
         advice = ""
         if saved.optimizer == "NSISA" and len(params) < len(saved.names):
             advice = (
-                "; versions before 0.2 split every group into matrices and the rest: give NSISA "
+                "; earlier versions split every group into matrices and the rest: give NSISA "
                 "these groups, with matrix=True and matrix=False"
             )
         raise ValueError(
