@@ -4,6 +4,7 @@ On a CPU tensors are cut into pieces, and small ones put together, so that a blo
 cache when the next operation comes to it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,7 +38,16 @@ from torchpisa.preconditioners import (
 from torchpisa.preconditioners.spectral import as_matrix
 from torchpisa.state_keys import SlotKeys, slot_keys
 
-__all__ = ["FOREACH", "Foreach", "blocks", "knows", "leave_out_nonfinite", "like", "write_back"]
+__all__ = [
+    "FOREACH",
+    "Foreach",
+    "blocks",
+    "knows",
+    "leave_out_nonfinite",
+    "like",
+    "scalars",
+    "write_back",
+]
 
 # What foreach functions take: they return tuples.
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -71,7 +81,8 @@ class Foreach:
         keys = slot_keys(job.slot)
         check_shapes(job.members, keys_shaped_like_params(job.preconditioner, job.slot))
         for members in _alike(job.members, keys.dual):
-            torch._foreach_add_([member.state[keys.step] for member in members], 1)
+            steps = [member.state[keys.step] for member in members]
+            torch._foreach_add_(steps, scalars(1.0, steps[0]))
             if type(job.preconditioner) in _ELEMENTWISE:
                 _elementwise_step(job, members, keys)
             else:
@@ -105,9 +116,7 @@ class Foreach:
                 _move(move, alike, params, totals, scales)
                 continue
             for indexes, (some, sums) in blocks([params, totals]):
-                listed = isinstance(scales, list)
-                own = [scales[index] for index in indexes] if listed else scales
-                _move(move, alike, some, sums, own)
+                _move(move, alike, some, sums, _picked(scales, indexes))
 
 
 FOREACH = Foreach()
@@ -152,18 +161,24 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         sigma, residuals = _follow(job, members, keys, cut, counts)
         ratios = job.rho / sigma
         if move is not None:
-            scales = _listed(move.scale(sigma), dtype)
+            scales = _listed(move.scale(sigma))
     else:
         ratios = job.rho / job.sigma
         if move is not None:
             scales = move.scale()
-    factors = _root_factors(rule, ratios, counts, len(members))
+    factors = None
+    if isinstance(rule, SecondMoment):
+        factors = _root_factors(rule, ratios, counts)
     for indexes, (ws, stored, grads, *others) in cut:
         pis = stored if stored[0].dtype == dtype else like(stored, dtype)
         rs = _residuals(job, pis, grads) if residuals is None else residuals
         if isinstance(rule, SecondMoment):
-            some = factors if isinstance(indexes, range) else [factors[i] for i in indexes]
-            _divide_by_roots(rule, rs, others[0], some, job.stochastic_rounding)
+            assert factors is not None
+            if not isinstance(indexes, range):
+                factors_here = _RootFactors(*(_picked(each, indexes) for each in factors))
+            else:
+                factors_here = factors
+            _divide_by_roots(rule, rs, others[0], factors_here, job.stochastic_rounding)
         elif isinstance(rule, SpectralConsensus):
             torch._foreach_mul_(rs, rule.momentum - 1)
         else:
@@ -174,9 +189,7 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         if move is None:
             _accumulate(job, others[-1], rs)
         else:
-            some = scales
-            if isinstance(scales, list) and not isinstance(indexes, range):
-                some = [scales[i] for i in indexes]
+            some = scales if isinstance(indexes, range) else _picked(scales, indexes)
             _move(move, members, ws, rs, some, ours=True)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
@@ -184,41 +197,43 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
             write_back(stored, pis, job.stochastic_rounding)
 
 
-class _RootFactor(NamedTuple):
-    """What a root of the second moment becomes: delta = r / (scale min(root, cap) + shift)."""
+class _RootFactors(NamedTuple):
+    """What a root of the second moment becomes: delta = r / (scale min(root, cap) + shift).
+
+    Each is one number, or a list with one for each parameter.
+    """
 
     scale: Any
     shift: Any
     cap: Any
 
 
-def _root_factors(rule: Preconditioner, ratios: Any, counts: Any, count: int) -> list[_RootFactor]:
+def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
     """Return delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)) in terms of the uncorrected root.
 
     Args:
         rule: the preconditioner.
         ratios: rho / sigma, a number or a tensor with one for each parameter.
-        counts: how often moments were updated: a number, or one for each parameter.
-        count: number of parameters.
+        counts: how often moments were updated: a number, or a list with one for each parameter.
     """
-    if not isinstance(rule, SecondMoment):
-        return []
+    # The bias correction of Scheme III goes into the numbers instead of over the tensors.
+    adam = rule.scheme == "adam"
+    correction: Any
     if isinstance(ratios, Tensor) and ratios.dim() == 1:
         steps = _in_one_tensor(counts, ratios)
-        correction: Any = (1 - rule.beta**steps) ** 0.5 if rule.scheme == "adam" else 1.0
-        scales = _listed(-ratios / correction, ratios.dtype)
-        shifts = _listed(-(1 + ratios * rule.eps), ratios.dtype)
-        caps = [rule.eta] * count
-        if rule.eta < float("inf"):
-            caps = _listed(rule.eta * correction + 0 * ratios, ratios.dtype)
-        return [_RootFactor(*each) for each in zip(scales, shifts, caps, strict=True)]
-    factors = []
-    for step in counts if isinstance(counts, list) else [counts] * count:
-        # The bias correction of Scheme III goes into the numbers instead of over the tensors.
-        correction = (1 - rule.beta**step) ** 0.5 if rule.scheme == "adam" else 1.0
-        shift = -(1 + ratios * rule.eps)
-        factors.append(_RootFactor(-ratios / correction, shift, rule.eta * correction))
-    return factors
+        correction = (1 - rule.beta**steps) ** 0.5 if adam else 1.0
+        return _RootFactors(
+            scale=_listed(-ratios / correction),
+            shift=-1.0 if rule.eps == 0 else _listed(-(1 + ratios * rule.eps)),
+            cap=None if rule.eta == math.inf else _listed(rule.eta * correction + 0 * ratios),
+        )
+    shift = -(1 + ratios * rule.eps)
+    if not isinstance(counts, list) or not adam:
+        correction = (1 - rule.beta**counts) ** 0.5 if adam else 1.0
+        return _RootFactors(-ratios / correction, shift, rule.eta * correction)
+    corrections = [(1 - rule.beta**count) ** 0.5 for count in counts]
+    caps = [rule.eta * correction for correction in corrections]
+    return _RootFactors([-ratios / correction for correction in corrections], shift, caps)
 
 
 def _in_one_tensor(counts: Any, like_this: Tensor) -> Any:
@@ -230,17 +245,32 @@ def _in_one_tensor(counts: Any, like_this: Tensor) -> Any:
     return torch.tensor(counts, dtype=like_this.dtype, device=like_this.device)
 
 
-def _listed(numbers: Any, dtype: torch.dtype) -> list[Any]:
-    """Return a tensor's numbers as foreach takes them: floats or, to wait for nothing, tensors."""
-    on_cpu = numbers.device.type == "cpu"
-    return list(numbers.tolist() if on_cpu else numbers.to(dtype).unbind())
+def _listed(numbers: Any) -> list[Any]:
+    """Return the numbers of a tensor as foreach takes them, without waiting for a device."""
+    return list(numbers.unbind())
+
+
+def _picked(values: Any, indexes: Sequence[int]) -> Any:
+    """Return the entries of a list at `indexes`; what is no list serves all of them."""
+    return [values[index] for index in indexes] if isinstance(values, list) else values
+
+
+def scalars(values: Any, like_this: Tensor) -> Any:
+    """Return numbers as foreach is fastest with: on a CPU tensors, which it need not make anew."""
+    if like_this.device.type != "cpu" or isinstance(values, Tensor):
+        return values
+    if not isinstance(values, list):
+        return torch.tensor(values, dtype=like_this.dtype)
+    if isinstance(values[0], Tensor):
+        return values
+    return list(torch.tensor(values, dtype=like_this.dtype).unbind())
 
 
 def _divide_by_roots(
     rule: SecondMoment,
     rs: tuple[Tensor, ...],
     stored: Tensors,
-    factors: list[_RootFactor],
+    factors: _RootFactors,
     stochastic_rounding: bool,
 ) -> None:
     """Update the moments, and divide r by what `factors` make of their roots."""
@@ -248,17 +278,17 @@ def _divide_by_roots(
     if rule.scheme == "adagrad":
         torch._foreach_addcmul_(moments, rs, rs)
     else:
-        torch._foreach_mul_(moments, rule.beta)
+        torch._foreach_mul_(moments, scalars(rule.beta, moments[0]))
         torch._foreach_addcmul_(moments, rs, rs, 1 - rule.beta)
     if moments is not stored:
         write_back(stored, moments, stochastic_rounding)
     roots = torch._foreach_sqrt(moments)
-    scales, shifts, caps = map(list, zip(*factors, strict=True))
-    if rule.eta < float("inf"):
+    if rule.eta < math.inf:
+        caps = factors.cap if isinstance(factors.cap, list) else [factors.cap] * len(roots)
         for root, cap in zip(roots, caps, strict=True):
             root.clamp_(max=cap)
-    torch._foreach_mul_(roots, scales)
-    torch._foreach_add_(roots, -1.0 if rule.eps == 0 else shifts)
+    torch._foreach_mul_(roots, scalars(factors.scale, roots[0]))
+    torch._foreach_add_(roots, scalars(factors.shift, roots[0]))
     torch._foreach_div_(rs, roots)
 
 
@@ -559,6 +589,7 @@ def _move(
             scales = scales.to(ws[0].device)
         elif isinstance(scales[0], Tensor):
             scales = [scale.to(ws[0].device, ws[0].dtype) for scale in scales]
+        scales = scalars(scales, ws[0])
         if ours:
             torch._foreach_mul_(totals, scales)
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchpisa.algorithms import misa, nsisa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.foreach import Tensors, blocks, like, write_back
+from torchpisa.kernels.foreach import Tensors, blocks, like, scalars, write_back
 from torchpisa.kernels.job import Member, real
 from torchpisa.kernels.rounding import store
 
@@ -84,7 +84,7 @@ def loop_step(job: ConsensusJob) -> None:
 def foreach_step(job: ConsensusJob) -> None:
     """Take the consensus, many parameters per call; for `keep` None."""
     steps = [member.state["step"] for member in job.members]
-    torch._foreach_add_(steps, 1)
+    torch._foreach_add_(steps, scalars(1.0, steps[0]))
     counts = [step.item() for step in steps] if steps[0].device.type == "cpu" else steps
     columns = [
         [real(member.param) for member in job.members],
@@ -100,12 +100,12 @@ def foreach_step(job: ConsensusJob) -> None:
     for indexes, (params, duals, grads, moments) in blocks(columns):
         rs, us = _average(job, duals, grads)
         moved = like(moments, rs[0].dtype)
-        torch._foreach_mul_(moved, beta)
+        torch._foreach_mul_(moved, scalars(beta, moved[0]))
         torch._foreach_addcmul_(moved, rs, rs, 1 - beta)
         write_back(moments, moved, job.settings["stochastic_rounding"])
         scales = torch._foreach_sqrt(moved)
-        torch._foreach_div_(scales, [roots[index] for index in indexes])
-        torch._foreach_add_(scales, job.settings["eps"])
+        torch._foreach_div_(scales, scalars([roots[index] for index in indexes], scales[0]))
+        torch._foreach_add_(scales, scalars(job.settings["eps"], scales[0]))
         torch._foreach_div_(us, scales)
         _move(job, params, us, 1.0)
 
@@ -127,12 +127,12 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
         for o, member, row in zip(os, members, rows, strict=True)
     ]
     averages = like(rows, us[0].dtype)
-    torch._foreach_mul_(averages, beta)
+    torch._foreach_mul_(averages, scalars(beta, averages[0]))
     torch._foreach_add_(averages, squares, alpha=1 - beta)
     write_back(rows, averages, settings["stochastic_rounding"])
     roots = torch._foreach_sqrt(averages)
-    torch._foreach_div_(roots, [(1 - beta**count) ** 0.5 for count in counts])
-    torch._foreach_add_(roots, settings["eps"])
+    torch._foreach_div_(roots, scalars([(1 - beta**count) ** 0.5 for count in counts], roots[0]))
+    torch._foreach_add_(roots, scalars(settings["eps"], roots[0]))
     torch._foreach_div_(shaped, roots)
     _move(job, params, shaped, misa.RMS)
 
@@ -152,7 +152,7 @@ def _move(job: ConsensusJob, params: Tensors, ps: Tensors, scale: float) -> None
     """Decay the weights, and move them by lr times `scale` times P."""
     ws, lr = like(params, ps[0].dtype), job.lr
     if job.weight_decay:
-        torch._foreach_mul_(ws, 1 - lr * job.weight_decay)
+        torch._foreach_mul_(ws, scalars(1 - lr * job.weight_decay, ws[0]))
     if isinstance(lr, Tensor):
         torch._foreach_mul_(ps, lr * scale)
         torch._foreach_add_(ws, ps)

@@ -213,7 +213,7 @@ class NSISA(PISA):
         super()._check_fused(group)
 
     def converted(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Put together the groups of a state_dict of an earlier version, which split each in two."""
+        """Put together the groups of an earlier version's state_dict, which split each in two."""
         saved = list(state_dict["param_groups"])
         if len(saved) <= len(self.param_groups) or not all(map(_was_split, saved)):
             return state_dict
