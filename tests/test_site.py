@@ -23,7 +23,7 @@ OPTIONS = [
 VISIT = """
 const wait = setInterval(() => {
   const svg = document.querySelector(".curves svg");
-  if (!svg) return;
+  if (document.querySelectorAll(".curves svg").length < 3) return;
   clearInterval(wait);
   const before = document.querySelectorAll("polyline").length;
   document.querySelector(".curves button").click();
