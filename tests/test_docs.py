@@ -21,6 +21,8 @@ FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,})python\b[^\n]*\n(?P<code>.*?)^(?P=indent)(?P=fence)[ ]*$",
     re.DOTALL | re.MULTILINE,
 )
+# What `make venv` installs and the oldest supported Python and torch go without.
+OPTIONAL = {"accelerate", "flwr", "gymnasium", "lightning", "peft", "tianshou", "transformers"}
 SKIPPED = re.compile(r"<!-- notest -->\s*\Z")
 
 
@@ -42,14 +44,21 @@ def run(path: Path, namespace: dict[str, Any]) -> None:
         try:
             # The empty lines make the line numbers of tracebacks those of the file.
             exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in OPTIONAL:
+                raise
+            pytest.skip(f"{path.name} needs {package}")
         except Exception as error:
             where = f"{path.name}:{line}"
             raise AssertionError(f"the block at {where} raised {error!r}") from error
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec:FutureWarning", "ignore:.*many workers"
-)  # Lightning's
+    "ignore:.*LeafSpec:FutureWarning",  # Lightning's
+    "ignore:.*many workers",
+    "ignore:The epoch parameter in",  # of SequentialLR in torch 2.6
+)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -72,6 +81,7 @@ def test_failing_block_is_located(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mathml() -> ModuleType:
+    pytest.importorskip("latex2mathml")
     spec = importlib.util.spec_from_file_location("mathml", ROOT / "docs" / "_hooks" / "mathml.py")
     assert spec is not None
     assert spec.loader is not None

@@ -218,6 +218,7 @@ def unusual_parameters() -> Any:
     return [param.detach() for param in params]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 cannot sum bfloat16 with gloo")
 def test_unusual_parameters() -> None:
     expected = unusual_parameters()
     for result in run(unusual_parameters, 2):

@@ -180,6 +180,7 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], words: list[str], mes
 def test_without_the_extra_runs_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    pytest.importorskip("gymnasium")
     monkeypatch.setitem(sys.modules, "tianshou", None)
     assert missing_requirement() == "tianshou not installed: pip install 'torchpisa[rl]'"
     command.main(["rl", "--out", str(tmp_path), "--runs-only", "--optimizer", "adam"])
