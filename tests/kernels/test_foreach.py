@@ -143,3 +143,38 @@ def test_foreach_leaves_the_gradients_alone():
     p.grad = torch.tensor([1.0, 2.0, 3.0])
     opt.step()
     assert p.grad.tolist() == [1.0, 2.0, 3.0]
+
+
+LARGE = [(3,), (70_000,), (5, 4), (40_000,), (30_000,), (300, 300), (7,), (2, 33_000)]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(
+    ("cls", "own"),
+    [
+        (SISA, {}),
+        (SISA, {"sigma": 0.5, "rho": 10.0, "consensus_decay": 0.1, "eta": 0.5, "eps": 1e-3}),
+        (PISA, {"weight_decay": 0.1}),
+        (NSISA, {"ns_dtype": None}),
+        (MISA, {"ns_dtype": None}),
+    ],
+)
+def test_blocks_of_large_and_small_tensors_equal_the_loop(cls, own, batches):
+    """On a CPU large tensors are cut and small ones joined, in whatever order they come."""
+    ends = []
+    for foreach in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in LARGE]
+        opt = cls(params, foreach=foreach, batches=batches, **own)
+        for step in range(4):
+            for number, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=generator) + p.detach()
+                if number == 5:  # not contiguous
+                    p.grad = p.grad.t().contiguous().t()
+                if number == step:  # so that counters differ
+                    p.grad = None
+            opt.step()
+        opt.flush()
+        ends.append(params)
+    for p, q in zip(*ends, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -242,7 +242,8 @@ def _in_one_tensor(counts: Any, like_this: Tensor) -> Any:
         return counts
     if isinstance(counts[0], Tensor):
         return torch.stack(counts).to(like_this)
-    return torch.tensor(counts, dtype=like_this.dtype, device=like_this.device)
+    # Filled where it is: a copy from the host would wait for the device.
+    return torch.stack([like_this.new_full((), count) for count in counts])
 
 
 def _listed(numbers: Any) -> list[Any]:
@@ -302,28 +303,25 @@ def _follow(
     """
     rule = job.preconditioner
     assert isinstance(rule, SecondMoment)
-    norms: list[list[Tensor]] = []
+    of_pieces: list[list[Tensor]] = [[] for _ in members]
     for indexes, (_, stored, grads, *_) in cut:
         rs = _residuals(job, like(stored, grads[0].dtype), grads)
         for index, norm in zip(indexes, torch._foreach_norm(rs), strict=True):
-            if index == len(norms):
-                norms.append([])
-            norms[index].append(norm)
-    whole_norms, sizes, old_sigmas, old_levels = [], [], [], []
-    for (param, _, state, whole), pieces in zip(members, norms, strict=True):
-        whole_norms.append(pieces[0] if len(pieces) == 1 else torch.stack(pieces).norm())
+            of_pieces[index].append(norm)
+    norms, sizes, old_sigmas, old_levels = [], [], [], []
+    for (param, _, state, whole), pieces in zip(members, of_pieces, strict=True):
+        norms.append(pieces[0] if len(pieces) == 1 else torch.stack(pieces).norm())
         elements = (param if whole is None else whole).numel()
         sizes.append(max(1, 2 * elements if param.is_complex() else elements) ** 0.5)
         old_sigmas.append(state[keys.sigma])
         old_levels.append(state[keys.level])
-    norm = torch.stack(whole_norms)
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
         groups = dtensor.groups([member.origin for member in members])
-        norm = dtensor.summed(norm.square(), groups).sqrt()
+        norms = list(dtensor.summed(torch.stack(norms).square(), groups).sqrt().unbind())
     sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
-    rms = (norm / torch.tensor(sizes, dtype=norm.dtype, device=norm.device)).to(level.dtype)
+    rms = torch.stack(torch._foreach_div(norms, scalars(sizes, norms[0]))).to(level.dtype)
     steps = _in_one_tensor(counts, level)
     sigma, level = sisa.followed(sigma, level, rms, steps, rule.scheme, rule.beta)
     sigma = sigma.clamp_(min=TINY)
