@@ -393,3 +393,17 @@ def test_initial_consensus_leaves_frozen_parameters_alone():
     SISA(params, initial_consensus=True, consensus_decay=1.0, **PAPER)
     changed = [not torch.equal(p, q) for p, q in zip(params, before, strict=True)]
     assert changed == [True, True, False]
+
+
+@pytest.mark.parametrize("cls", [PISA, SISA, MISA])
+def test_a_pickle_of_an_earlier_version(cls):
+    """Where a round stands was in the parameter groups, as it still is in a state_dict."""
+    opt = cls(parameters(), batches=3)
+    step(opt)
+    held = opt.__getstate__()
+    progress = held.pop("round").packed()
+    held["param_groups"] = [{**group, **progress} for group in held["param_groups"]]
+    other = cls.__new__(cls)
+    other.__setstate__(held)
+    assert (other.iteration, other.batch, other.synced) == (0, 1, False)
+    assert other.state_dict()["param_groups"] == opt.state_dict()["param_groups"]

@@ -56,8 +56,8 @@ def part(member: Member) -> Member:
 class _State(MutableMapping[str, Any]):
     """The state of a sharded parameter; its tensors are seen as the parts held here."""
 
-    def __init__(self, own: MutableMapping[str, Any], param: Tensor) -> None:
-        self._own = own
+    def __init__(self, state: MutableMapping[str, Any], param: Tensor) -> None:
+        self._own = state
         self._param = param
 
     def __getitem__(self, key: str) -> Any:
@@ -245,8 +245,10 @@ def _by_owners(
         coming_back.append((stage, _send(parcels, sizes, bs[0], group)))
     for stage, travel in coming_back:
         for owner, flat in enumerate(travel.arrived()):
-            own = _owned(stage, owner)
-            for matrix, rows in zip(own, torch.split(flat, _sizes(own, rank, size)), strict=True):
+            owned = _owned(stage, owner)
+            for matrix, rows in zip(
+                owned, torch.split(flat, _sizes(owned, rank, size)), strict=True
+            ):
                 os[matrix.position] = rows.view(bs[matrix.position].shape)
     return os
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.distributed.dtensor import is_sharded, local, part
+from torchpisa.distributed import dtensor
+from torchpisa.distributed.dtensor import is_sharded, local
 from torchpisa.kernels.dispatch import Plans
 from torchpisa.kernels.job import Member, real
 from torchpisa.optim import arguments
@@ -151,13 +152,17 @@ class Ranks:
     def shares(self, weights: Sequence[float] | None, batches: int) -> list[float]:
         """Return alpha_i of this rank's batches, from the weights of all ranks' batches."""
         given = self.gather((batches, weights if weights is None else [float(w) for w in weights]))
-        kinds = [(own, weights is None) for own, weights in given]
+        kinds = [(count, weights is None) for count, weights in given]
         if any(kind != kinds[0] for kind in kinds):
             raise ValueError(
                 "batches must be the same, and weights given or not given, on all ranks of "
                 f"process_group, got (batches, weights) by rank: {given}"
             )
-        everyone = None if weights is None else [w for _, own in given for w in own or ()]
+        everyone = (
+            None
+            if weights is None
+            else [w for _, their_weights in given for w in their_weights or ()]
+        )
         self.all_shares = arguments.shares(everyone, batches * self.size)
         return self.all_shares[self.rank * batches : (self.rank + 1) * batches]
 
@@ -220,15 +225,15 @@ class Ranks:
             round: where it stands.
             limit: bytes that cross the network in one go.
         """
-        for part_of, own in zip(parts, members, strict=True):
-            for member in own:
+        for part, of_part in zip(parts, members, strict=True):
+            for member in of_part:
                 if member.state["arrived"]:
                     continue
                 self._unreached.add(id(member.origin))
                 if round.present:  # otherwise only duals are contributed, and nothing changes
                     self._doubts[id(member.origin)] = _Doubt(member, _copies(member))
-            contribute_missing(part_of, own, round)
-        together = [member for own in members for member in own]
+            contribute_missing(part, of_part, round)
+        together = [member for of_part in members for member in of_part]
         self._contributed |= {id(member.origin) for member in together}
         self._send(together, limit)
 
@@ -241,20 +246,22 @@ class Ranks:
         plans: Plans,
     ) -> int:
         """Send the rest, wait for the others, and take the consensus; see `Peers`."""
-        rest = [[m for m in own if id(m.origin) not in self._contributed] for own in members]
+        rest = [
+            [m for m in of_part if id(m.origin) not in self._contributed] for of_part in members
+        ]
         self.contribute(parts, rest, round)
-        everyone = [member for own in members for member in own]
+        everyone = [member for of_part in members for member in of_part]
         device = everyone[0].param.device if everyone else torch.device("cpu")
         present: Scalar = len(round.present) if round.kept is None else round.kept.sum()
         reached = [float(id(member.origin) not in self._unreached) for member in everyone]
         # Where sigma follows gradients, one for each parameter. Of rho, only where the consensus
         # has a proximal term.
         of_parts: list[list[Scalar]] = []
-        for part_of, own in zip(parts, members, strict=True):
-            totals = part_of.totals(own)
-            if part_of.follows:
+        for part, of_part in zip(parts, members, strict=True):
+            totals = part.totals(of_part)
+            if part.follows:
                 of_parts.append(list(totals.sigma.values()))
-            elif part_of.preconditioner.proximal is not None:
+            elif part.preconditioner.proximal is not None:
                 of_parts.append([totals.sigma, totals.rho])
             else:
                 of_parts.append([totals.sigma])
@@ -276,16 +283,16 @@ class Ranks:
             for key in left & self._doubts.keys():
                 _restore(self._doubts[key])
         summed = iter(sums)
-        for part_of, own, values in zip(parts, members, of_parts, strict=True):
+        for part, of_part, values in zip(parts, members, of_parts, strict=True):
             here = list(islice(summed, len(values)))
-            if part_of.follows:
-                keys = (id(member.origin) for member in own)
+            if part.follows:
+                keys = (id(member.origin) for member in of_part)
                 totals = Totals(dict(zip(keys, here, strict=True)))
             else:
                 totals = Totals(*here)
             if not told or sums[first]:
-                moving = [member for member in own if id(member.origin) not in left]
-                consensus(part_of, moving, totals, keep, plans)
+                moving = [member for member in of_part if id(member.origin) not in left]
+                consensus(part, moving, totals, keep, plans)
         finish(everyone)
         self.forget()
         self._lockstep.received(total[-2:], told)
@@ -315,7 +322,7 @@ class Ranks:
         """Start adding up the members' `pending` over all ranks; `_receive` finishes it."""
         from torch import distributed
 
-        for bucket in _buckets([part(member) for member in members], limit):
+        for bucket in _buckets([dtensor.part(member) for member in members], limit):
             flat = real(_gathered(bucket))
             wire = flat.to(self._reduce_dtype or flat.dtype)
             work = distributed.all_reduce(wire, group=self.group, async_op=True)
@@ -376,8 +383,8 @@ class Ranks:
     def _shares_ranks(self, ranks: Sequence[int]) -> bool:
         from torch import distributed
 
-        own = distributed.get_process_group_ranks(self.group)
-        return len(set(own) & set(ranks)) > 1
+        ours = distributed.get_process_group_ranks(self.group)
+        return len(set(ours) & set(ranks)) > 1
 
 
 class Lockstep:
@@ -475,12 +482,12 @@ def _buckets(members: Sequence[Member], limit: float) -> Iterator[list[Member]]:
         size = 0
         for member in alike:
             pending = member.state["pending"]
-            own = pending.numel() * pending.element_size()
-            if bucket and size + own > limit:
+            needed = pending.numel() * pending.element_size()
+            if bucket and size + needed > limit:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(member)
-            size += own
+            size += needed
         yield bucket
 
 

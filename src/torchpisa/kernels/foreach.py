@@ -397,24 +397,24 @@ def _matrix_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
 def _newton_schulz(
     job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors, keys: SlotKeys
 ) -> Tensors:
-    own = job.preconditioner
-    assert isinstance(own, NewtonSchulz)
+    rule = job.preconditioner
+    assert isinstance(rule, NewtonSchulz)
     stored = [real(member.state[keys.momentum]) for member in members]
     momenta = like(stored, duals[0].dtype)
-    torch._foreach_mul_(momenta, own.momentum)
+    torch._foreach_mul_(momenta, rule.momentum)
     torch._foreach_add_(momenta, grads)
     write_back(stored, momenta, job.stochastic_rounding)
     bs = momenta
-    if own.nesterov:
-        bs = list(torch._foreach_add(grads, momenta, alpha=own.momentum))
+    if rule.nesterov:
+        bs = list(torch._foreach_add(grads, momenta, alpha=rule.momentum))
 
     def orthogonalized(matrices: Sequence[Tensor]) -> list[Tensor]:
-        return newton_schulz.orthogonalize(matrices, own.ns_steps, own.dtype)
+        return newton_schulz.orthogonalize(matrices, rule.ns_steps, rule.dtype)
 
     os = _of_matrices(members, bs, orthogonalized)
-    if own.aspect_scaling:
+    if rule.aspect_scaling:
         shapes = [member.origin.shape for member in members]
-        scales = [own.scale(shape[0], shape.numel() // shape[0]) for shape in shapes]
+        scales = [rule.scale(shape[0], shape.numel() // shape[0]) for shape in shapes]
         torch._foreach_mul_(os, scales)
     sums = [o.view_as(b) for o, b in zip(os, bs, strict=True)]
     torch._foreach_add_(sums, duals)
@@ -422,7 +422,7 @@ def _newton_schulz(
     kind = torch.finfo(sums[0].dtype)
     least = kind.tiny * kind.eps
     for s, step in zip(sums, _steps(members, keys), strict=True):
-        perturbation = own.perturbation**step
+        perturbation = rule.perturbation**step
         # After a few steps nothing is left of it in the dtype, unless the device alone knows.
         if isinstance(perturbation, Tensor) or perturbation >= least:
             s.add_(perturbation * (s == 0))
@@ -435,20 +435,20 @@ def _newton_schulz(
 def _spectral(
     job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors, keys: SlotKeys
 ) -> Tensors:
-    own = job.preconditioner
-    assert isinstance(own, Spectral)
+    rule = job.preconditioner
+    assert isinstance(rule, Spectral)
     rs = _residuals(job, duals, grads)
     # For sigma d at once: (sigma I + rho Q)^-1 r leaves the range of the dtype as sigma grows.
     ratio = job.rho / job.penalty
     ys: Tensors
-    if own.average:
+    if rule.average:
         stored = [real(member.state[keys.average]) for member in members]
         matrices, steps = [r.flatten(1) for r in rs], _steps(members, keys)
         averages = like(stored, rs[0].dtype)
-        ys, new = resolvent.averaged(matrices, averages, steps, own, 1.0, ratio)
+        ys, new = resolvent.averaged(matrices, averages, steps, rule, 1.0, ratio)
         write_back(stored, new, job.stochastic_rounding)
     else:
-        ys = _resolvents(members, rs, own, 1.0, ratio)
+        ys = _resolvents(members, rs, rule, 1.0, ratio)
     # Into the memory of r, which is laid out like the dual.
     torch._foreach_copy_(rs, [y.reshape(r.shape) for y, r in zip(ys, rs, strict=True)])
     torch._foreach_neg_(rs)
@@ -473,10 +473,10 @@ def _of_matrices(
 
 
 def _resolvents(
-    members: list[Member], rs: Tensors, own: Spectral, sigma: Scalar, rho: Scalar
+    members: list[Member], rs: Tensors, rule: Spectral, sigma: Scalar, rho: Scalar
 ) -> Tensors:
     """Return (sigma I + rho Q)^-1 r for matrices that belong to `members`."""
-    return _of_matrices(members, rs, lambda ms: resolvent.resolvents(ms, own, sigma, rho))
+    return _of_matrices(members, rs, lambda ms: resolvent.resolvents(ms, rule, sigma, rho))
 
 
 # What all rules share
@@ -504,11 +504,11 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
     if members[0].grad is None:
         grads = [torch.zeros_like(real(member.param), dtype=dtype) for member in members]
     else:
-        own = []
+        given = []
         for member in members:
             assert member.grad is not None
-            own.append(member.grad if not member.grad.is_complex() else real(member.grad))
-        grads = own if own[0].dtype == dtype else like(own, dtype)
+            given.append(member.grad if not member.grad.is_complex() else real(member.grad))
+        grads = given if given[0].dtype == dtype else like(given, dtype)
         if job.flags is not None:
             pairs = zip(job.members, job.flags, strict=True)
             flags = {id(member.param): flag for member, flag in pairs}

@@ -128,17 +128,17 @@ def _problem(job: LocalJob, member: Member) -> LocalProblem:
 
 def _follow(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, Tensor]:
     """Return sigma and level of a parameter whose sigma follows its gradients; else nothing."""
-    own = job.preconditioner
+    rule = job.preconditioner
     if job.sigma is not None:
         return {}
-    assert isinstance(own, SecondMoment)
+    assert isinstance(rule, SecondMoment)
     r = problem.residual
     norm = torch.linalg.vector_norm(r)
     if hasattr(norm, "full_tensor"):  # sharded
         norm = norm.full_tensor()
     sigma, level = (member.state[state_key(name, job.slot)] for name in ("sigma", "level"))
     rms = (norm / max(1, r.numel()) ** 0.5).to(level.device, level.dtype)
-    sigma, level = sisa.followed(sigma, level, rms, problem.step, own.scheme, own.beta)
+    sigma, level = sisa.followed(sigma, level, rms, problem.step, rule.scheme, rule.beta)
     return {"sigma": sigma.clamp(min=TINY), "level": level}
 
 
@@ -189,22 +189,22 @@ def _store(
 ) -> None:
     keep = _keep(job, problem.dual)
     chosen = _chooser(keep)
-    own = member.state
+    stored = member.state
     contribution = chosen(local.contribution, problem.dual)
     dual = chosen(local.dual, problem.dual)
-    store(real(own[state_key("dual", job.slot)]), dual, job.stochastic_rounding)
+    store(real(stored[state_key("dual", job.slot)]), dual, job.stochastic_rounding)
     for name, value in new_state.items():
-        target = real(own[state_key(name, job.slot)])
+        target = real(stored[state_key(name, job.slot)])
         store(target, chosen(value, state[name]), job.stochastic_rounding)
-    _count(own, state_key("step", job.slot), keep)
+    _count(stored, state_key("step", job.slot), keep)
     if job.move is not None:
         _move(member, contribution, job.move, keep)
     else:
         total = job.weight * contribution
-        if own["arrived"]:
-            total = total + real(own["pending"]).to(total.dtype)
-        store(real(own["pending"]), total, job.stochastic_rounding)
-        own["arrived"] |= 1 << job.slot
+        if stored["arrived"]:
+            total = total + real(stored["pending"]).to(total.dtype)
+        store(real(stored["pending"]), total, job.stochastic_rounding)
+        stored["arrived"] |= 1 << job.slot
 
 
 def _keep(job: LocalJob, dual: Tensor) -> Tensor | None:

@@ -241,7 +241,7 @@ def _by_strips(rows: int, x: Tensor, following: Tensor, gram: Tensor, polynomial
         gram[:start, start:stop] = here[:, :start].T
     for start, stop in bounds:
         here = polynomial[start:stop, :stop]
-        own = gram[start:stop, :stop]
-        torch.addmm(own, gram[start:stop], gram[:, :stop], beta=cubic, alpha=quintic, out=here)
+        left = gram[start:stop, :stop]
+        torch.addmm(left, gram[start:stop], gram[:, :stop], beta=cubic, alpha=quintic, out=here)
         polynomial[:start, start:stop] = here[:, :start].T
     torch.addmm(x, polynomial, x, beta=linear, out=following)

@@ -20,31 +20,31 @@ __all__ = ["averaged", "resolvents"]
 _CPU_CHUNK_BYTES = 4 * 2**20
 
 
-def resolvents(rs: Sequence[Tensor], own: Spectral, sigma: Scalar, rho: Scalar) -> list[Tensor]:
+def resolvents(rs: Sequence[Tensor], rule: Spectral, sigma: Scalar, rho: Scalar) -> list[Tensor]:
     """Return (sigma I + rho Q)^-1 r of the memoryless form for every matrix, in new memory.
 
     Args:
         rs: matrices of one device and dtype.
-        own: says what Q is.
+        rule: says what Q is.
         sigma: the penalty.
         rho: the weight of Q.
     """
     ys = list(rs)
-    for scale, indexes in _alike(rs, own):
+    for scale, indexes in _alike(rs, rule):
         # Up to transposition, under which the resolvent is transposed too.
         wide = [rs[i] if rs[i].size(0) <= rs[i].size(1) else rs[i].mT for i in indexes]
-        y = _solved(torch.stack(wide), own, sigma, rho / scale)
+        y = _solved(torch.stack(wide), rule, sigma, rho / scale)
         for i, each in zip(indexes, y, strict=True):
             ys[i] = each if rs[i].size(0) <= rs[i].size(1) else each.mT
     return ys
 
 
-def _solved(x: Tensor, own: Spectral, sigma: Scalar, rho: Scalar) -> Sequence[Tensor]:
-    if own.method != "smooth":
-        return own.solve_matrix(x, {}, sigma, rho, 1)[0].unbind()
+def _solved(x: Tensor, rule: Spectral, sigma: Scalar, rho: Scalar) -> Sequence[Tensor]:
+    if rule.method != "smooth":
+        return rule.solve_matrix(x, {}, sigma, rho, 1)[0].unbind()
     # By the kernels of Newton-Schulz, which compute halves of symmetric products.
     both, scale = spectral.augmented(x, sigma, rho)
-    found = newton_schulz.orthogonalize(both.unbind(), own.ns_steps, own.dtype)
+    found = newton_schulz.orthogonalize(both.unbind(), rule.ns_steps, rule.dtype)
     return [each[:, : x.size(-1)] / scale for each in found]
 
 
@@ -52,7 +52,7 @@ def averaged(
     rs: Sequence[Tensor],
     averages: Sequence[Tensor],
     steps: Sequence[Scalar],
-    own: Spectral,
+    rule: Spectral,
     sigma: Scalar,
     rho: Scalar,
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -62,18 +62,18 @@ def averaged(
     """
     ys, new_averages = [], []
     for r, average, step in zip(rs, averages, steps, strict=True):
-        rho_own = rho / own.scale(r.size(0), r.size(1))
-        y, state = own.solve_matrix(r, {"average": average}, sigma, rho_own, step)
+        rho_scaled = rho / rule.scale(r.size(0), r.size(1))
+        y, state = rule.solve_matrix(r, {"average": average}, sigma, rho_scaled, step)
         ys.append(y)
         new_averages.append(state["average"])
     return ys, new_averages
 
 
-def _alike(rs: Sequence[Tensor], own: Spectral) -> list[tuple[float, list[int]]]:
+def _alike(rs: Sequence[Tensor], rule: Spectral) -> list[tuple[float, list[int]]]:
     """Return matrices that go in one batch: their scale, and where they are in the list."""
     by_scale: dict[float, list[int]] = {}
     for index, r in enumerate(rs):
-        by_scale.setdefault(own.scale(r.size(0), r.size(1)), []).append(index)
+        by_scale.setdefault(rule.scale(r.size(0), r.size(1)), []).append(index)
     found = []
     for scale, indexes in by_scale.items():
         shapes = [(rs[i].size(0), rs[i].size(1)) for i in indexes]

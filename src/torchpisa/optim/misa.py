@@ -142,12 +142,14 @@ class MISA(RoundOptimizer):
 
     def _take(self, slot: int, members: list[list[Member]]) -> None:
         groups = self.param_groups
-        reached = [[member for member in own if member.grad is not None] for own in members]
-        for own in reached:
-            check_shapes(own, ("moment", "pending"))
+        reached = [
+            [member for member in of_group if member.grad is not None] for of_group in members
+        ]
+        for of_group in reached:
+            check_shapes(of_group, ("moment", "pending"))
         chosen: list[Kernel] = [
-            FOREACH if _many_at_once(group, own) else LOOP
-            for group, own in zip(groups, reached, strict=True)
+            FOREACH if _many_at_once(group, of_group) else LOOP
+            for group, of_group in zip(groups, reached, strict=True)
         ]
         where = f"batch {slot} of iteration {self.iteration}"
         found_inf = getattr(self, "found_inf", None)
@@ -180,8 +182,8 @@ class MISA(RoundOptimizer):
         groups = self.param_groups
         scale = getattr(self, "grad_scale", None)
         gradients = [
-            [_gradient(member, group, scale) for member in own]
-            for group, own in zip(groups, reached, strict=True)
+            [_gradient(member, group, scale) for member in of_group]
+            for group, of_group in zip(groups, reached, strict=True)
         ]
         flags = self._watch.flags([group["params"] for group in groups], reached, deferred)
         for number, flagged in enumerate(flags):
@@ -190,11 +192,11 @@ class MISA(RoundOptimizer):
         clip = groups[0]["clip"]
         if clip is not None:
             _clip(reached, gradients, clip)
-        for group, own, grads in zip(groups, reached, gradients, strict=True):
+        for group, of_group, grads in zip(groups, reached, gradients, strict=True):
             if self.batches == 1:
-                _move(group, own, grads, keep)
+                _move(group, of_group, grads, keep)
                 continue
-            for member, grad in zip(own, grads, strict=True):
+            for member, grad in zip(of_group, grads, strict=True):
                 self._accumulate(member, grad, group["weights"][slot], keep)
         self.round.note(slot, self.batches, None if self.batches == 1 else keep)
 
@@ -214,10 +216,10 @@ class MISA(RoundOptimizer):
         if self.batches == 1:  # the step has moved them
             return
         keep = self.round.keep()
-        for group, own in zip(self.param_groups, members, strict=True):
+        for group, of_group in zip(self.param_groups, members, strict=True):
             shares = enumerate(group["weights"])
             absent = sum(share for slot, share in shares if slot not in self.round.present)
-            reached = [member for member in own if "pending" in member.state]
+            reached = [member for member in of_group if "pending" in member.state]
             sums = []
             for member in reached:
                 dual = real(member.state["dual"])
@@ -307,12 +309,12 @@ def _move(group: Group, members: list[Member], grads: list[Tensor], keep: Tensor
         matrix, decays = "moment" not in member.state, member.origin.dim() > 1
         dtypes = member.param.dtype, member.state["dual"].dtype, grad.dtype
         kind = matrix, decays, member.param.device, dtypes, member.whole is None
-        own, own_grads = alike.setdefault(kind, ([], []))
-        own.append(member)
+        alike_members, own_grads = alike.setdefault(kind, ([], []))
+        alike_members.append(member)
         own_grads.append(grad)
-    for (matrix, decays, *_), (own, own_grads) in alike.items():
+    for (matrix, decays, *_), (alike_members, own_grads) in alike.items():
         decay = float(group["weight_decay"]) if decays else 0.0
-        step(ConsensusJob(own, own_grads, matrix, group, lr, decay, keep))
+        step(ConsensusJob(alike_members, own_grads, matrix, group, lr, decay, keep))
 
 
 def _many_at_once(group: Group, members: list[Member]) -> bool:
@@ -334,8 +336,8 @@ def _gradient(member: Member, group: Group, scale: Tensor | None) -> Tensor:
 def _clip(members: list[list[Member]], gradients: list[list[Tensor]], clip: float) -> None:
     """Replace gradients so that the norm of r = pi + g, over all of them, is at most `clip`."""
     squares, wholes = [], []
-    for own, grads in zip(members, gradients, strict=True):
-        for member, grad in zip(own, grads, strict=True):
+    for of_group, grads in zip(members, gradients, strict=True):
+        for member, grad in zip(of_group, grads, strict=True):
             r = real(member.state["dual"]).to(grad.dtype) + grad
             squares.append(torch.linalg.vector_norm(r).double().square())
             wholes += [] if member.whole is None else [member.whole]
@@ -347,8 +349,8 @@ def _clip(members: list[list[Member]], gradients: list[list[Tensor]], clip: floa
 
         total = dtensor.summed(total, dtensor.groups(wholes))
     factor = (clip / total.sqrt()).clamp(max=1)
-    for own, grads in zip(members, gradients, strict=True):
-        for i, (member, grad) in enumerate(zip(own, grads, strict=True)):
+    for of_group, grads in zip(members, gradients, strict=True):
+        for i, (member, grad) in enumerate(zip(of_group, grads, strict=True)):
             s = factor.to(grad.device, grad.dtype)
             # pi + this is s (pi + g).
             grads[i] = s * grad + (s - 1) * real(member.state["dual"]).to(grad.dtype)

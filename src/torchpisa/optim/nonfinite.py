@@ -67,20 +67,20 @@ def verdict(
     mode = groups[0]["nonfinite"]
     if not any(members) or (found_inf is None and mode == "ignore"):
         return Verdict()
-    home = next(own[0].param.device for own in members if own)
+    home = next(some[0].param.device for some in members if some)
     # A gradient of which every process holds a part is left out by all of them or by none.
     over: list[ProcessGroup] = []
-    for own in members:
-        if own and not over and type(own[0].origin) not in _PLAIN:
-            over = dtensor.groups([member.origin for member in own])
+    for some in members:
+        if some and not over and type(some[0].origin) not in _PLAIN:
+            over = dtensor.groups([member.origin for member in some])
     searching = False
     deferred, rest = [], []
-    for own, kernel in zip(members, kernels, strict=True):
-        later = found_inf is None and mode == "raise" and not over and _can_wait(own, kernel)
+    for some, kernel in zip(members, kernels, strict=True):
+        later = found_inf is None and mode == "raise" and not over and _can_wait(some, kernel)
         deferred.append(later)
-        searching = searching or (kernel.finds_nonfinite and bool(own))
+        searching = searching or (kernel.finds_nonfinite and bool(some))
         if not later and not kernel.finds_nonfinite:
-            for member in own:
+            for member in some:
                 grad = member.grad
                 if grad is not None and grad.numel():
                     plain = type(grad) is Tensor and not grad.is_complex()
@@ -88,7 +88,7 @@ def verdict(
     if found_inf is None and mode == "raise":
         bad = []
         if rest and _any_nonfinite(rest):
-            everyone = [member for own in members for member in own]
+            everyone = [member for some in members for member in some]
             bad = [member.origin for member in everyone if not _is_finite(member.grad)]
         is_bad = bool(bad)
         if over and not searching:
@@ -225,14 +225,14 @@ class Watch:
         found: list[list[Tensor] | None] = [None] * len(members)
         if not any(deferred):
             return found
-        for number, (all_of_it, own) in enumerate(zip(params, members, strict=True)):
-            if not (deferred[number] and own):
+        for number, (all_of_it, some) in enumerate(zip(params, members, strict=True)):
+            if not (deferred[number] and some):
                 continue
-            device = own[0].param.device
+            device = some[0].param.device
             flags = self._flags.get(number)
-            if flags is None or not flags.fit(own):
+            if flags is None or not flags.fit(some):
                 flags = self._flags[number] = _Flags.make(all_of_it, device)
-            found[number] = [flags.of[id(member.origin)] for member in own]
+            found[number] = [flags.of[id(member.origin)] for member in some]
         return found
 
     def note(self, kernels: Sequence[Kernel], members: Sequence[list[Member]], where: str) -> None:
@@ -240,14 +240,14 @@ class Watch:
         if self._sent is not None:
             return
         launches = [
-            (launch, own)
-            for kernel, own in zip(kernels, members, strict=True)
+            (launch, some)
+            for kernel, some in zip(kernels, members, strict=True)
             if isinstance(kernel, Plan)
             for launch in kernel.launches
         ]
         flags = list(self._flags.values())
         devices = [launch.kind.device for launch, _ in launches]
-        devices += [own.nonfinite.device for own in flags]
+        devices += [each.nonfinite.device for each in flags]
         on_gpu = any(device.type == "cuda" for device in devices)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return
@@ -282,7 +282,7 @@ class Watch:
                 return
         self._sent, self.waits = None, False
         entries = any(launch.seen.any() for launch, _ in sent.launches)
-        whole = any(own.seen.any() for own in sent.flags)
+        whole = any(each.seen.any() for each in sent.flags)
         if not entries and not whole:
             return
         bad = []
@@ -290,11 +290,11 @@ class Watch:
             flags = zip(launch.order, launch.seen.tolist(), strict=True)
             bad += [members[number].origin for number, flag in flags if flag]
             launch.nonfinite.zero_()
-        for own in sent.flags:
+        for each in sent.flags:
             bad += [
-                param for param, flag in zip(own.params, own.seen.tolist(), strict=True) if flag
+                param for param, flag in zip(each.params, each.seen.tolist(), strict=True) if flag
             ]
-            own.nonfinite.zero_()
+            each.nonfinite.zero_()
         left_out = "Those entries were left out, the others were stepped"
         if whole:
             left_out = "Those entries, or all of the gradient that they are in, were left out"

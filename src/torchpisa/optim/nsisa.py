@@ -218,8 +218,8 @@ class NSISA(PISA):
         if len(saved) <= len(self.param_groups) or not all(map(_was_split, saved)):
             return state_dict
         groups = []
-        for own in self.param_groups:
-            kinds = [is_matrix(param) and own["matrix"] is not False for param in own["params"]]
+        for group in self.param_groups:
+            kinds = [is_matrix(param) and group["matrix"] is not False for param in group["params"]]
             merged = saved.pop(0)
             numbers = {merged["matrix"]: list(merged["params"])}
             if len(set(kinds)) == 2 and saved:
@@ -228,9 +228,9 @@ class NSISA(PISA):
                 merged = {**merged, "sisa_sigma": rest["sigma"], "sisa_rho": rest["rho"]}
             elif not merged["matrix"]:
                 penalties = {"sisa_sigma": merged["sigma"], "sisa_rho": merged["rho"]}
-                merged = {**merged, **penalties, "sigma": own["sigma"], "rho": own["rho"]}
+                merged = {**merged, **penalties, "sigma": group["sigma"], "rho": group["rho"]}
             params = [numbers[kind].pop(0) for kind in kinds if numbers.get(kind)]
-            groups.append({**merged, "matrix": own["matrix"], "params": params})
+            groups.append({**merged, "matrix": group["matrix"], "params": params})
         return {**state_dict, "param_groups": groups + saved}
 
 

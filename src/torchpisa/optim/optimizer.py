@@ -15,7 +15,7 @@ from torchpisa.kernels.job import Member, check_shapes
 from torchpisa.optim import arguments, nonfinite, report, traced
 from torchpisa.optim.accumulated import AccumulationWatch
 from torchpisa.optim.guard import Guard
-from torchpisa.optim.round import Group, Round
+from torchpisa.optim.round import PROGRESS, Group, Round
 from torchpisa.optim.state import packed, unpacked
 from torchpisa.torch_private import disable_dynamo
 
@@ -409,6 +409,11 @@ class RoundOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "round" not in self.__dict__:  # pickled by a version that had it in the groups
+            packed_rounds = [
+                {name: group.pop(name, None) for name in PROGRESS} for group in self.param_groups
+            ]
+            self.round = Round.unpacked(packed_rounds[0])
         self.start_afresh()
 
     def state_dict(self) -> dict[str, Any]:

@@ -221,8 +221,10 @@ class PISA(RoundOptimizer):
     def _take(self, slot: int, members: list[list[Member]]) -> None:
         took = 1 << slot if self.peers is not None else 0  # while the backward pass was running
         reached = []
-        for own in members:
-            reached.append([m for m in own if m.grad is not None and not m.state["arrived"] & took])
+        for of_part in members:
+            reached.append(
+                [m for m in of_part if m.grad is not None and not m.state["arrived"] & took]
+            )
         if any(reached) or self.peers is None or not self.peers.begun:
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             self._local_step(slot, reached, "step", scale, found_inf)
@@ -249,13 +251,13 @@ class PISA(RoundOptimizer):
         """
         parts = self.parts()
         kernels = []
-        for number, (part, own) in enumerate(zip(parts, reached, strict=True)):
+        for number, (part, of_part) in enumerate(zip(parts, reached, strict=True)):
             preconditioner, follows = part.preconditioner, part.group[part.rule.sigma] is None
-            if own and type(preconditioner).check is not Preconditioner.check:
-                preconditioner.check([member.origin for member in own])
+            if of_part and type(preconditioner).check is not Preconditioner.check:
+                preconditioner.check([member.origin for member in of_part])
             kernels.append(
                 dispatch.for_local_step(
-                    part.group, own, preconditioner, slot, follows, (number, key), self._plans
+                    part.group, of_part, preconditioner, slot, follows, (number, key), self._plans
                 )
             )
         where = f"batch {slot} of iteration {self.round.iteration}"
@@ -276,8 +278,8 @@ class PISA(RoundOptimizer):
         if any(verdict.deferred):
             flags = self._watch.flags([part.params for part in parts], reached, verdict.deferred)
         jobs = []
-        for part, own, flagged in zip(parts, reached, flags, strict=True):
-            job = local_job(part, own, slot, verdict.keep, alone)
+        for part, of_part, flagged in zip(parts, reached, flags, strict=True):
+            job = local_job(part, of_part, slot, verdict.keep, alone)
             job.grad_scale, job.search, job.flags = grad_scale, verdict.search, flagged
             jobs.append(job)
         clip = self.param_groups[0]["clip"]
@@ -322,8 +324,8 @@ class PISA(RoundOptimizer):
         if self.peers is not None or self._alone:  # see `_end_round`; the step has moved them
             return
         keep = self.round.keep()
-        for part, own in zip(self.parts(), members, strict=True):
-            reached = [member for member in own if member.state["arrived"]]
+        for part, of_part in zip(self.parts(), members, strict=True):
+            reached = [member for member in of_part if member.state["arrived"]]
             contribute_missing(part, reached, self.round)
             consensus(part, reached, part.totals(reached), keep, self._plans)
             finish(reached)
@@ -356,7 +358,7 @@ class PISA(RoundOptimizer):
     def _to_copy(self, members: list[list[Member]]) -> list[Member]:
         for part in self.parts():
             if not part.known:  # a preconditioner of a user's own may raise half-way
-                return [member for own in members for member in own]
+                return [member for of_part in members for member in of_part]
         return []
 
     def _members(self, slot: int | None = None) -> list[list[Member]]:
@@ -364,12 +366,12 @@ class PISA(RoundOptimizer):
             self.peers.expect(slot, self._params)
         members: list[list[Member]] = []
         for part in self.parts():
-            own = []
+            of_part = []
             for param in part.params:
                 member = self.member(param, param.grad, part.group)
                 if member is not None:
-                    own.append(member)
-            members.append(own)
+                    of_part.append(member)
+            members.append(of_part)
         return members
 
     def _local(self, member: Member, group: Group) -> Member:
@@ -436,7 +438,7 @@ class PISA(RoundOptimizer):
         assert self.peers is not None
         assert slot is not None
         reached = self.members_of(params, with_gradient=True)
-        if any(m.state["arrived"] >> slot & 1 for own in reached for m in own):
+        if any(m.state["arrived"] >> slot & 1 for of_part in reached for m in of_part):
             raise RuntimeError(
                 "backward() ran twice before step(), but what the first one found is on its way "
                 "already: accumulate gradients under model.no_sync(), all but the last"
@@ -444,8 +446,8 @@ class PISA(RoundOptimizer):
         with Undo(self, self._to_copy(reached)):
             present = self._local_step(slot, reached, key, grad_scale, found_inf)
         if not present:
-            for part, own in zip(self.parts(), reached, strict=True):
-                contribute_duals(part, own, slot)
+            for part, of_part in zip(self.parts(), reached, strict=True):
+                contribute_duals(part, of_part, slot)
         self.peers.begun = True
 
     # Groups and state

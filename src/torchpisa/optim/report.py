@@ -79,8 +79,8 @@ class Picture(NamedTuple):
 def memory(state: Mapping[Tensor, Mapping[str, Any]], groups: Sequence[Group]) -> Memory:
     """Add up the tensors in `state`."""
     by_name: dict[str, int] = {}
-    for own in state.values():
-        for key, value in own.items():
+    for held in state.values():
+        for key, value in held.items():
             if isinstance(value, Tensor):
                 name, _ = split_key(key)
                 size = value.numel() * value.element_size()
@@ -98,16 +98,16 @@ def effective(part: Part, state: Mapping[Tensor, Mapping[str, Any]]) -> Effectiv
     sigmas, rhos = part.sigmas, part.rhos
     scales: list[tuple[float, Tensor]] = []
     for param in part.params:
-        own = state.get(param, {})
+        held = state.get(param, {})
         for slot, (sigma, rho) in enumerate(zip(sigmas, rhos, strict=True)):
-            step = own.get(state_key("step", slot))
+            step = held.get(state_key("step", slot))
             if step is None or not step or not param.numel():
                 continue
-            q = diagonal(preconditioner, own, slot)
+            q = diagonal(preconditioner, held, slot)
             if q is not None:
                 q = q.reshape(-1)[:: max(1, q.numel() // _SAMPLES_PER_TENSOR)]
                 if follows:
-                    sigma = own[state_key("sigma", slot)]
+                    sigma = held[state_key("sigma", slot)]
                 scales.append((float(sigma), float(rho) * q.double().cpu()))
     # On several ranks as if the others' sigmas were like this one's.
     share = sum(group["weights"]) if group["ranks"] > 1 else 1.0
@@ -130,15 +130,15 @@ def effective(part: Part, state: Mapping[Tensor, Mapping[str, Any]]) -> Effectiv
     )
 
 
-def diagonal(preconditioner: Preconditioner, own: Mapping[str, Any], slot: int) -> Tensor | None:
+def diagonal(preconditioner: Preconditioner, held: Mapping[str, Any], slot: int) -> Tensor | None:
     """Return the diagonal of Q of a batch, as far as it is held here.
 
     Args:
         preconditioner: Q.
-        own: all state of a parameter.
+        held: all state of a parameter.
         slot: the batch.
     """
-    named = {name: real(dtensor.local(value)) for name, value in of_slot(own, slot).items()}
+    named = {name: real(dtensor.local(value)) for name, value in of_slot(held, slot).items()}
     step = named["step"]
     return preconditioner.diagonal(
         named["dual"], named, step.item() if step.device.type == "cpu" else step

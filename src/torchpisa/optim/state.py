@@ -73,8 +73,8 @@ def unpacked(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
         )
     pairs = [
-        (saved, _taken_over(saved, own, number, optimizer.defaults, check_group))
-        for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True))
+        (saved, _taken_over(saved, current, number, optimizer.defaults, check_group))
+        for number, (saved, current) in enumerate(zip(saved_groups, groups, strict=True))
     ]
     new_groups = [group for _, group in pairs]
     for number, group in enumerate(new_groups):
@@ -129,30 +129,30 @@ def _shown(value: object) -> str:
 
 
 def _taken_over(
-    saved: Any, own: Group, number: int, defaults: Group, check_group: Callable[[Group], None]
+    saved: Any, current: Group, number: int, defaults: Group, check_group: Callable[[Group], None]
 ) -> Group:
-    """Return a group with the saved settings; rules and preconditioners stay those of `own`."""
+    """Return a group with the saved settings; rules and preconditioners stay the `current` ones."""
     if not isinstance(saved, dict) or "batches" not in saved:
         raise ValueError(
             "state_dict must come from a torchpisa optimizer, got one whose groups have "
             f"{', '.join(sorted(map(str, saved))) if isinstance(saved, dict) else repr(saved)}"
         )
-    if type(saved["batches"]) is not int or saved["batches"] != own["batches"]:
+    if type(saved["batches"]) is not int or saved["batches"] != current["batches"]:
         raise ValueError(
-            f"state_dict must be for batches={own['batches']}, got batches="
+            f"state_dict must be for batches={current['batches']}, got batches="
             f"{saved['batches']}: every batch has its own dual"
         )
     ranks = saved.get("ranks", 1)  # what was saved before there were ranks has none
-    if type(ranks) is not int or ranks != own.get("ranks", 1):
+    if type(ranks) is not int or ranks != current.get("ranks", 1):
         raise ValueError(
-            f"state_dict must be that of one of {own.get('ranks', 1)} ranks, got one of {ranks}: "
-            "use torchpisa.distributed.load, which shares the duals out anew"
+            f"state_dict must be that of one of {current.get('ranks', 1)} ranks, got one of "
+            f"{ranks}: use torchpisa.distributed.load, which shares the duals out anew"
         )
     params = saved.get("params")
-    if not isinstance(params, list) or len(params) != len(own["params"]):
+    if not isinstance(params, list) or len(params) != len(current["params"]):
         got = len(params) if isinstance(params, list) else repr(params)
         raise ValueError(
-            f"state_dict must have {len(own['params'])} parameters in group {number}, got {got}"
+            f"state_dict must have {len(current['params'])} parameters in group {number}, got {got}"
         )
     names = saved.get("param_names")
     if "param_names" in saved and not (
@@ -172,7 +172,7 @@ def _taken_over(
                 raise ValueError(f"names of settings must be strings, got {name!r}")
             if _is_code(value):
                 raise ValueError(f"{name} must be a value, not code, got {value!r}")
-        group = {**own, **taken}
+        group = {**current, **taken}
         check_group(group)
         _check_progress(group)
         arguments.put_penalties_in_form(group)

@@ -57,19 +57,19 @@ def _step(
     batch: int,
 ) -> None:
     optimizer = _OPTIMIZERS[number]
-    own = [param for group in optimizer.param_groups for param in group["params"]]
-    before = [param.grad for param in own]
+    all_params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = [param.grad for param in all_params]
     given = iter(grads)
-    for param, has_grad in zip(own, reached, strict=True):
+    for param, has_grad in zip(all_params, reached, strict=True):
         param.grad = next(given) if has_grad else None
     try:
         optimizer.step(batch=None if batch == _NEXT_FREE else batch)
     finally:
-        for param, grad in zip(own, before, strict=True):
+        for param, grad in zip(all_params, before, strict=True):
             param.grad = grad
     # A compiler may hand over copies of the parameters and write their contents back afterwards.
     with torch.no_grad():
-        for handed, param in zip(params, own, strict=True):
+        for handed, param in zip(params, all_params, strict=True):
             if handed.data_ptr() != param.data_ptr():
                 handed.copy_(param)
 

@@ -54,7 +54,7 @@ class Contents:
     @property
     def shares(self) -> list[float]:
         """alpha_i of all nodes."""
-        return [share for own in self.groups for share in own[0]["weights"]]
+        return [share for each in self.groups for share in each[0]["weights"]]
 
     @property
     def open(self) -> bool:
@@ -64,18 +64,18 @@ class Contents:
     def per_node(self, number: int, name: str) -> list[float] | None:
         """Return a setting of group `number` for all nodes; None if it was code on some rank."""
         values: list[float] = []
-        for own in self.groups:
-            if name not in own[number]:
+        for each in self.groups:
+            if name not in each[number]:
                 return None
-            value = own[number][name]
+            value = each[number][name]
             values += value if isinstance(value, list | tuple) else [value] * self.batches
         return values
 
     def took_part(self, number: int) -> list[bool]:
         """Return whether each node's batch was stepped in this round, in group `number`."""
         found: list[bool] = []
-        for own in self.groups:
-            kept, present = own[number]["kept"], own[number]["present"]
+        for each in self.groups:
+            kept, present = each[number]["kept"], each[number]["present"]
             found += kept or [bool(present >> slot & 1) for slot in range(self.batches)]
         return found
 
@@ -83,20 +83,20 @@ class Contents:
         """Return the same, as a process that holds all nodes would have it."""
 
         def shifted(bits: Sequence[int]) -> int:
-            return sum(own << rank * self.batches for rank, own in enumerate(bits))
+            return sum(each << rank * self.batches for rank, each in enumerate(bits))
 
         groups = []
         for number, first in enumerate(self.groups[0]):
-            of_ranks = [own[number] for own in self.groups]
+            of_ranks = [each[number] for each in self.groups]
             group = {
                 **first,
                 "ranks": 1,
                 "batches": self.batches * self.ranks,
                 "weights": self.shares,
-                "visited": shifted([own["visited"] for own in of_ranks]),
-                "present": shifted([own["present"] for own in of_ranks]),
+                "visited": shifted([each["visited"] for each in of_ranks]),
+                "present": shifted([each["present"] for each in of_ranks]),
             }
-            if any(own["kept"] for own in of_ranks):
+            if any(each["kept"] for each in of_ranks):
                 group["kept"] = self.took_part(number)
             for name in PER_NODE:
                 values = self.per_node(number, name)

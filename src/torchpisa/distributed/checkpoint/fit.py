@@ -50,7 +50,7 @@ def own_contents(params: Sequence[Named], optimizer: PISA) -> Contents:
     state: dict[str, list[str]] = {}
     steps: dict[str, list[float]] = {}
     arrived: dict[str, list[int]] = {}
-    for name, param in (entry for own in params for entry in own):
+    for name, param in (entry for named_params in params for entry in named_params):
         if optimizer.has_state(param):
             held, slots = optimizer.state[param], range(optimizer.batches)
             state[name] = [kind for kind in of_slot(held, 0) if kind != "step"]
@@ -60,7 +60,7 @@ def own_contents(params: Sequence[Named], optimizer: PISA) -> Contents:
         optimizer=type(optimizer).__name__,
         batches=optimizer.batches,
         groups=[[contents.pack(group, optimizer.round) for group in optimizer.param_groups]],
-        names=[[name for name, _ in own] for own in params],
+        names=[[name for name, _ in named_params] for named_params in params],
         state=state,
         steps=steps,
         arrived=arrived,
@@ -71,7 +71,7 @@ def own_state(params: Sequence[Named], optimizer: PISA) -> dict[str, Tensor]:
     """Return the tensors of this rank's nodes, and what is pending where there is something."""
     rank, batches = rank_of(optimizer), optimizer.batches
     tensors = {}
-    for name, param in (entry for own in params for entry in own):
+    for name, param in (entry for named_params in params for entry in named_params):
         held = optimizer.state[param] if optimizer.has_state(param) else {}
         for slot in range(batches):
             for kind, value in of_slot(held, slot).items():
@@ -121,13 +121,13 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: PISA) ->
             f"optimizer must have {len(saved.names)} parameter groups, as the one that was saved, "
             f"got {len(params)}{advice}"
         )
-    for number, (own, names) in enumerate(zip(params, saved.names, strict=True)):
-        if differing := sorted({name for name, _ in own} ^ set(names)):
+    for number, (named_params, names) in enumerate(zip(params, saved.names, strict=True)):
+        if differing := sorted({name for name, _ in named_params} ^ set(names)):
             raise ValueError(
                 f"optimizer must have the parameters of the one that was saved in group {number}, "
                 f"got one that differs in {', '.join(differing)}"
             )
-        for name, param in own:
+        for name, param in named_params:
             if name not in saved.state:
                 continue
             if not optimizer.has_state(param):
@@ -145,10 +145,10 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: PISA) ->
                 _check_shape(f"{kind} of", name, held[kind], source, key)
 
 
-def _check_shape(what: str, name: str, own: Tensor, source: Stored, key: str) -> None:
+def _check_shape(what: str, name: str, tensor: Tensor, source: Stored, key: str) -> None:
     shape = source.kinds[key].shape if key in source.kinds else None
-    if shape != own.shape:
+    if shape != tensor.shape:
         found = "nothing" if shape is None else f"shape {tuple(shape)}"
         raise ValueError(
-            f"{what} {name} must have the shape that was saved, {found}, got {tuple(own.shape)}"
+            f"{what} {name} must have the shape that was saved, {found}, got {tuple(tensor.shape)}"
         )

@@ -62,18 +62,18 @@ def save(
     def prepared() -> tuple[dict[str, Any], list[Named], Contents]:
         entries = get_model_state_dict(model)  # first: it makes FSDP shard its parameters again
         params = fit.named(model, optimizer)
-        own = fit.own_contents(params, optimizer)
+        described = fit.own_contents(params, optimizer)
         if extra is not None and not isinstance(extra, dict):
             raise ValueError(f"extra must be a dictionary or None, got {extra!r}")
         contents.to_bytes("extra", extra)
-        contents.to_bytes("param_groups", own.groups)
+        contents.to_bytes("param_groups", described.groups)
         contents.to_bytes("what the model saves besides tensors", _objects(entries))
         if party.rank == 0:
             _make_room(folder, partial)
-        return entries, params, own
+        return entries, params, described
 
-    entries, params, own = party.agree(prepared)
-    parts = dict(reversed(party.gather((remap.rank_of(optimizer), own))))
+    entries, params, described = party.agree(prepared)
+    parts = dict(reversed(party.gather((remap.rank_of(optimizer), described))))
     everything = contents.joined([parts[rank] for rank in range(len(parts))])
     tensors = party.share(entries, params)
     if party.has_own_state:
@@ -259,7 +259,7 @@ class _Party:
 
         Anything else, such as buffers, is the first one's to write, so that it fits together.
         """
-        trained = {name for own in params for name, _ in own}
+        trained = {name for named_params in params for name, _ in named_params}
         return {
             model_key(name): entry
             for name, entry in entries.items()

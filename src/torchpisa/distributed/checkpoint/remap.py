@@ -88,10 +88,10 @@ def resume(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
     if isinstance(optimizer.peers, Ranks):
         optimizer.peers.all_shares = contents.shares
     into: dict[str, Tensor] = {}
-    for number, (group, own) in enumerate(zip(optimizer.param_groups, named, strict=True)):
+    for number, (group, entries) in enumerate(zip(optimizer.param_groups, named, strict=True)):
         settings, optimizer.round = unpack(contents.groups[rank][number], _device(group))
         group.update(settings)
-        for name, state in _states(source, own, optimizer, group).items():
+        for name, state in _states(source, entries, optimizer, group).items():
             for slot in range(batches):
                 node = rank * batches + slot
                 for kind in contents.state[name]:
@@ -105,10 +105,10 @@ def resume(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
     source.read(into)
 
 
-def _states(source: Stored, own: Named, optimizer: PISA, group: Group) -> dict[str, State]:
+def _states(source: Stored, entries: Named, optimizer: PISA, group: Group) -> dict[str, State]:
     """Return the state of each parameter that was saved with one; others start afresh."""
     states: dict[str, State] = {}
-    for name, param in own:
+    for name, param in entries:
         saved = name in source.contents.state
         if saved != optimizer.has_state(param):
             optimizer.init_state([param], group)
@@ -142,11 +142,11 @@ def share_out(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
         shares = ranks.all_shares
     first = rank_of(optimizer) * optimizer.batches
     rows = overlaps(contents.shares, shares)[first : first + optimizer.batches]
-    for number, (group, own) in enumerate(zip(optimizer.param_groups, named, strict=True)):
-        states = _states(source, own, optimizer, group)
+    for number, (group, entries) in enumerate(zip(optimizer.param_groups, named, strict=True)):
+        states = _states(source, entries, optimizer, group)
         for part in (part for part in optimizer.parts() if part.number == number):
             members = {id(param) for param in part.params}
-            saved = [(name, p) for name, p in own if name in states and id(p) in members]
+            saved = [(name, p) for name, p in entries if name in states and id(p) in members]
             closing = _Closing(source, part) if contents.open else None
             for chunk in _chunks(saved, whole=closing is not None and closing.joint):
                 some = {name: states[name] for name, _ in chunk}
@@ -159,13 +159,13 @@ def share_out(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
     optimizer.round = Round(contents.groups[0][0]["iteration"] + contents.open)
     if contents.open and isinstance(ranks, Ranks):
         # All have computed the same, but perhaps not on the same hardware.
-        ranks.broadcast([param for own in named for _, param in own])
+        ranks.broadcast([param for entries in named for _, param in entries])
 
 
-def _chunks(own: Named, whole: bool) -> Iterator[Named]:
+def _chunks(entries: Named, whole: bool) -> Iterator[Named]:
     chunk: list[tuple[str, Tensor]] = []
     elements = 0
-    for name, param in own:
+    for name, param in entries:
         if chunk and not whole and elements + param.numel() > _CHUNK:
             yield chunk
             chunk, elements = [], 0
@@ -203,16 +203,16 @@ def _average(
                     key = name, kind, slot
                     sums[key] = sums[key] + part if key in sums else part
     for (name, kind, slot), total in sums.items():
-        own = states[name]
+        state = states[name]
         if kind == "step":
-            own[state_key("step", slot)].copy_(total.round())
+            state[state_key("step", slot)].copy_(total.round())
             continue
         dtype = source.kinds[node_key(name, kind, 0)].dtype
-        target = _fitted(own, state_key(kind, slot), dtype)
+        target = _fitted(state, state_key(kind, slot), dtype)
         counts = not (target.is_floating_point() or target.is_complex())
         local(target).copy_(total.round() if counts else total)
-    for own in states.values():
-        own["arrived"] = 0
+    for state in states.values():
+        state["arrived"] = 0
 
 
 def _read(source: Stored, states: Mapping[str, State], node: int) -> dict[str, State]:
@@ -220,11 +220,11 @@ def _read(source: Stored, states: Mapping[str, State], node: int) -> dict[str, S
     slot = node % source.contents.batches
     olds: dict[str, State] = {}
     into = {}
-    for name, own in states.items():
+    for name, state in states.items():
         steps = source.contents.steps[name][node]
         olds[name] = {state_key("step", slot): torch.tensor(steps, dtype=torch.float32)}
         for kind in source.contents.state[name]:
-            key, first = node_key(name, kind, node), own[state_key(kind, 0)]
+            key, first = node_key(name, kind, node), state[state_key(kind, 0)]
             into[key] = torch.empty_like(first, dtype=source.kinds[key].dtype)
             olds[name][state_key(kind, slot)] = into[key]
     source.read(into)
@@ -232,10 +232,10 @@ def _read(source: Stored, states: Mapping[str, State], node: int) -> dict[str, S
 
 
 def _settings(
-    contents: Contents, number: int, rows: Sequence[Mapping[int, float]], own: Group
+    contents: Contents, number: int, rows: Sequence[Mapping[int, float]], group: Group
 ) -> Group:
     """Return what a group takes over from a saved one; sums of sigma and rho are kept."""
-    saved = {**contents.groups[0][number], **{name: own[name] for name in _OF_LAYOUT}}
+    saved = {**contents.groups[0][number], **{name: group[name] for name in _OF_LAYOUT}}
     for name in PER_NODE:
         values = contents.per_node(number, name)
         if values is None:
@@ -245,7 +245,7 @@ def _settings(
         else:
             each = name in PENALTIES and values[0] is not None
             saved[name] = [values[0]] * len(rows) if each else values[0]
-    return unpack(saved, _device(own))[0]
+    return unpack(saved, _device(group))[0]
 
 
 def add_pending(source: Stored, totals: Mapping[str, Tensor]) -> None:

@@ -137,13 +137,15 @@ class File:
                 self._tensors[model_key(name)] = value
             else:
                 self.objects[name] = value
-        names = [name for own in self.contents.names for name in own]
+        names = [name for of_group in self.contents.names for name in of_group]
         for number, state in held["optimizer"]["state"].items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     kind, node = split_key(key)
                     self._tensors[node_key(names[number], kind, node or 0)] = value
-        self.kinds = {key: TensorKind(own.shape, own.dtype) for key, own in self._tensors.items()}
+        self.kinds = {
+            key: TensorKind(tensor.shape, tensor.dtype) for key, tensor in self._tensors.items()
+        }
 
     @torch.no_grad()
     def read(self, into: Mapping[str, Tensor]) -> None:

@@ -160,8 +160,8 @@ def _fits(member: Member, names: _Names) -> bool:
 def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[float]:
     """Yield the fields of all rows, one by one: few objects, since this is Python's share."""
     dual, step, moment, pending = names
-    own = job.preconditioner
-    beta = own.beta if isinstance(own, SecondMoment) and own.scheme == "adam" else None
+    rule = job.preconditioner
+    beta = rule.beta if isinstance(rule, SecondMoment) and rule.scheme == "adam" else None
     for param, grad, state, _ in members:
         assert grad is not None
         yield param.data_ptr()
@@ -175,12 +175,12 @@ def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[f
 
 
 def _numbers(job: LocalJob) -> _Numbers:
-    own = job.preconditioner if isinstance(job.preconditioner, SecondMoment) else SecondMoment()
+    rule = job.preconditioner if isinstance(job.preconditioner, SecondMoment) else SecondMoment()
     scale, consensus_decay = job.weight, 0.0
     if job.move is not None:
         consensus_decay = job.move.consensus_decay
         scale = float(job.move.scale())
-    sums = own.scheme == "adagrad"
+    sums = rule.scheme == "adagrad"
     return _Numbers(
         ratio=float(job.rho / job.penalty),
         scale=scale,
@@ -188,10 +188,10 @@ def _numbers(job: LocalJob) -> _Numbers:
         / (1.0 if job.grad_scale is None else job.grad_scale.item()),
         weight_decay=job.weight_decay,
         clip=1.0 if job.clip_scale is None else job.clip_scale.item(),
-        keep=1.0 if sums else own.beta,
-        add=1.0 if sums else 1 - own.beta,
-        eta=own.eta,
-        eps=own.eps,
+        keep=1.0 if sums else rule.beta,
+        add=1.0 if sums else 1 - rule.beta,
+        eta=rule.eta,
+        eps=rule.eps,
         dual_decay=job.dual_decay,
         consensus_decay=consensus_decay,
         moves=job.move is not None,

@@ -85,9 +85,9 @@ def residual_norm(job: LocalJob, launch: Launch) -> Tensor:
 
 
 def _elementwise_step(job: LocalJob, launch: Launch) -> None:
-    own = job.preconditioner
-    settings = own if isinstance(own, SecondMoment) else SecondMoment()
-    scheme = own.scheme if isinstance(own, SecondMoment) else "identity"
+    rule = job.preconditioner
+    settings = rule if isinstance(rule, SecondMoment) else SecondMoment()
+    scheme = rule.scheme if isinstance(rule, SecondMoment) else "identity"
     keep = _here(job.keep, launch)
     _count(launch, keep)
     numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
@@ -119,7 +119,7 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
     )
 
 
-def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> None:
+def _orthogonalised_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> None:
     device = launch.kind.device
     tensors = len(launch.order)
     keep, grad_scale = _here(job.keep, launch), _here(job.grad_scale, launch)
@@ -129,10 +129,10 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
     peaks, norms = torch.empty(2, tensors, dtype=torch.float32, device=device)
     gradient = _gradient_flags(job)
     dtypes = _dtypes(launch)
-    search = {"NESTEROV": own.nesterov, "SEARCH": job.search}
+    search = {"NESTEROV": rule.nesterov, "SEARCH": job.search}
     orthogonal.momentum_kernel[(launch.blocks,)](
         launch.table, launch.tensor_of, largest, squares, launch.nonfinite, keep, grad_scale, seed,
-        job.weight_decay, own.momentum, STOCHASTIC=job.stochastic_rounding, **gradient, **search,
+        job.weight_decay, rule.momentum, STOCHASTIC=job.stochastic_rounding, **gradient, **search,
         **dtypes, BLOCK=BLOCK,
     )  # fmt: skip
     orthogonal.norm_kernel[(tensors,)](
@@ -141,9 +141,9 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
     numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
     flags = _finish_flags(job, launch, on_device)
     del dtypes["GRAD_DTYPE"]
-    log_perturbation = math.log(own.perturbation) if own.perturbation else -math.inf
+    log_perturbation = math.log(rule.perturbation) if rule.perturbation else -math.inf
     first = 0
-    dtype = own.dtype or torch.float32
+    dtype = rule.dtype or torch.float32
     cut = newton_schulz.workspace(launch.chunks, torch.empty(0, dtype=dtype, device=device))
     for chunk in launch.chunks:
         n, k, count = chunk.n, chunk.k, len(chunk.indexes)
@@ -151,12 +151,12 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, own: NewtonSchulz) -> No
         x, *spare = cut(chunk)
         orthogonal.gather_kernel[grid](
             launch.table, launch.tall, peaks, norms, x, first, n, k, grad_scale, job.weight_decay,
-            own.momentum, **gradient, **search, **dtypes,
+            rule.momentum, **gradient, **search, **dtypes,
             GRAD_DTYPE=_DTYPES[launch.kind.grad], TILE=_TILE, num_warps=8,
         )  # fmt: skip
-        o = newton_schulz.iterate(x, own.ns_steps, spare)
+        o = newton_schulz.iterate(x, rule.ns_steps, spare)
         orthogonal.tail_kernel[grid](
-            launch.table, launch.tall, o, first, n, k, own.scale(k, n), log_perturbation, keep,
+            launch.table, launch.tall, o, first, n, k, rule.scale(k, n), log_perturbation, keep,
             seed, *numbers, job.weight, job.dual_decay,
             job.move.consensus_decay if job.move else 0.0, **flags, **dtypes, TILE=_TILE,
             num_warps=8,

@@ -64,9 +64,9 @@ class Plan:
         """Take the local step, see `Kernel`."""
         from torchpisa.kernels.triton import launch
 
-        for own in self.launches:
-            with _on(own.kind.device):
-                launch.local_step(job, own)
+        for each in self.launches:
+            with _on(each.kind.device):
+                launch.local_step(job, each)
         if job.move is not None:
             mark_changed(member.param for member in job.members)
         else:
@@ -79,9 +79,9 @@ class Plan:
         from torchpisa.kernels.triton import launch
 
         norms = []
-        for own in self.launches:
-            with _on(own.kind.device):
-                norms.append(launch.residual_norm(job, own))
+        for each in self.launches:
+            with _on(each.kind.device):
+                norms.append(launch.residual_norm(job, each))
         return norms
 
     def any_nonfinite(self) -> list[Tensor]:
@@ -89,18 +89,18 @@ class Plan:
         from torchpisa.kernels.triton import launch
 
         found = []
-        for own in self.launches:
-            with _on(own.kind.device):
-                found.append(launch.any_nonfinite(own))
+        for each in self.launches:
+            with _on(each.kind.device):
+                found.append(launch.any_nonfinite(each))
         return found
 
     def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
         """Take the consensus, see `Kernel`."""
         from torchpisa.kernels.triton import launch
 
-        for own in self.launches:
-            with _on(own.kind.device):
-                launch.consensus(move, keep, own)
+        for each in self.launches:
+            with _on(each.kind.device):
+                launch.consensus(move, keep, each)
         mark_changed(member.param for member in members)
 
 
@@ -139,16 +139,16 @@ def find(
     check_shapes(members, (*keys[:2], "pending"))
     for param, grad, state, _ in members:
         assert grad is not None
-        own = [state[name] for name in (*keys[:2], "pending") if name in state]
-        for tensor in (grad, *own):
+        tensors = [state[name] for name in (*keys[:2], "pending") if name in state]
+        for tensor in (grad, *tensors):
             if tensor.dtype not in _DTYPES:
                 kind = "gradient" if tensor is grad else "state"
                 return f"a {kind} is of {tensor.dtype}, not float32, bfloat16 or float16"
-        if any(tensor.dtype != own[0].dtype for tensor in own):
+        if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
             return "state of one parameter is of several dtypes"
-        if any(tensor.stride() != param.stride() for tensor in own):
+        if any(tensor.stride() != param.stride() for tensor in tensors):
             return "state is laid out in another way than its parameter"
-        if any(tensor.device != param.device for tensor in (grad, *own)):
+        if any(tensor.device != param.device for tensor in (grad, *tensors)):
             return "a gradient or state is on another device than its parameter"
         # Where the kernels can count, for good; elsewhere it would have to be sent every time.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
@@ -253,20 +253,20 @@ def _local_rows(
         ):
             grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
             copies.append(grad)
-        own = state[dual]
+        dual_tensor = state[dual]
         rows.append(
             (
                 param.data_ptr(),
                 grad.data_ptr(),
-                own.data_ptr(),
+                dual_tensor.data_ptr(),
                 state[memory].data_ptr(),
-                state.get("pending", own).data_ptr(),
+                state.get("pending", dual_tensor).data_ptr(),
                 state[step].data_ptr(),
                 param.numel(),
                 param.device,
                 param.dtype,
                 grad.dtype,
-                own.dtype,
+                dual_tensor.dtype,
                 not state["arrived"],
             )
         )
@@ -293,7 +293,7 @@ def _refreshed(
 
 
 def _capturing(launches: Sequence[Launch]) -> bool:
-    return any(own.kind.device.type == "cuda" for own in launches) and (
+    return any(each.kind.device.type == "cuda" for each in launches) and (
         torch.cuda.is_current_stream_capturing()
     )
 

@@ -87,8 +87,8 @@ def build(rows: Sequence[Row], matrices: Matrices | None, captured: list[Tensor]
     for kind, order in kinds.items():
         chunks: list[newton_schulz.Chunk] = []
         if matrices is not None:
-            own = [matrices.shapes[number] for number in order]
-            chunks = newton_schulz.chunks(own, matrices.itemsize)
+            shapes = [matrices.shapes[number] for number in order]
+            chunks = newton_schulz.chunks(shapes, matrices.itemsize)
             order = [order[index] for chunk in chunks for index in chunk.indexes]
         launches.append(_launch(kind, order, rows, chunks, matrices, captured))
     return launches
