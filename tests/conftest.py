@@ -8,6 +8,8 @@ import torch
 # Before anything imports triton, which looks at it once.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Before anything imports numba, likewise: to compile Tianshou's loops takes longer than to run them.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -118,13 +118,13 @@ def _attached(model: nn.Module, make: Callable[..., Made], **settings: Any) -> M
     _, (optimizer,) = make(model, **settings)
     parallel = DistributedDataParallel(model)
     attach(optimizer, parallel)
-    early = optimizer._step_early
+    early = optimizer.step_some
 
     def labelled(*args: Any) -> None:
         with record_function(LOCAL):
             early(*args)
 
-    optimizer._step_early = labelled
+    optimizer.step_some = labelled
     return parallel, [optimizer]
 
 
