@@ -8,7 +8,7 @@ import torch
 # Before anything imports triton, which looks at it once.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# Before anything imports numba, likewise: to compile Tianshou's loops takes longer than to run them.
+# Likewise for numba: compiling Tianshou's loops takes longer than running them.
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 
