@@ -32,6 +32,7 @@ __all__ = [
     "for_consensus",
     "for_local_step",
     "for_missed_batch",
+    "many_at_once",
     "steps_parts",
 ]
 
@@ -105,12 +106,12 @@ def for_local_step(
             return found
         if fused:
             raise ValueError(f"fused=True is not possible: {found}")
-    return FOREACH if knows(preconditioner) and _many_at_once(settings, members) else LOOP
+    return FOREACH if knows(preconditioner) and many_at_once(settings, members) else LOOP
 
 
 def for_missed_batch(settings: Mapping[str, Any], members: Sequence[Member]) -> Kernel:
     """Return what computes the local step of a batch that did not reach the members."""
-    return FOREACH if _many_at_once(settings, members) else LOOP
+    return FOREACH if many_at_once(settings, members) else LOOP
 
 
 def for_consensus(
@@ -130,7 +131,7 @@ def for_consensus(
         plan = triton_plan.find_consensus(plans, key, members)
         if not isinstance(plan, str):
             return plan
-    return FOREACH if keep is None and _many_at_once(settings, members) else LOOP
+    return FOREACH if keep is None and many_at_once(settings, members) else LOOP
 
 
 def able(kernel: Kernel, job: LocalJob) -> Kernel:
@@ -151,7 +152,8 @@ def _on_cpu(params: Sequence[Tensor]) -> bool:
     return "cpu" not in triton_plan.DEVICES and all(param.is_cpu for param in params)
 
 
-def _many_at_once(settings: Mapping[str, Any], members: Sequence[Member]) -> bool:
+def many_at_once(settings: Mapping[str, Any], members: Sequence[Member]) -> bool:
+    """Return whether parameters are taken many per call, as plain tensors are by default."""
     if settings["foreach"] is not None:
         return bool(settings["foreach"])
     return all(type(real(member.param)) in _PLAIN for member in members)

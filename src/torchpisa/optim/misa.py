@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.kernels import misa as kernels
+from torchpisa.kernels.dispatch import many_at_once
 from torchpisa.kernels.foreach import FOREACH, leave_out_nonfinite
 from torchpisa.kernels.job import Kernel, Member, check_shapes, compute_dtype, real
 from torchpisa.kernels.loop import LOOP
@@ -148,7 +149,7 @@ class MISA(RoundOptimizer):
         for of_group in reached:
             check_shapes(of_group, ("moment", "pending"))
         chosen: list[Kernel] = [
-            FOREACH if _many_at_once(group, of_group) else LOOP
+            FOREACH if many_at_once(group, of_group) else LOOP
             for group, of_group in zip(groups, reached, strict=True)
         ]
         where = f"batch {slot} of iteration {self.iteration}"
@@ -300,7 +301,7 @@ def _move(group: Group, members: list[Member], grads: list[Tensor], keep: Tensor
         grads: their gradients, added up over the batches, in the dtype to compute in.
         keep: nothing changes if this is False; None for True.
     """
-    many = keep is None and _many_at_once(group, members)
+    many = keep is None and many_at_once(group, members)
     step = kernels.foreach_step if many else kernels.loop_step
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
     # By rule, decay, device and dtypes.
@@ -315,12 +316,6 @@ def _move(group: Group, members: list[Member], grads: list[Tensor], keep: Tensor
     for (matrix, decays, *_), (alike_members, own_grads) in alike.items():
         decay = float(group["weight_decay"]) if decays else 0.0
         step(ConsensusJob(alike_members, own_grads, matrix, group, lr, decay, keep))
-
-
-def _many_at_once(group: Group, members: list[Member]) -> bool:
-    if group["foreach"] is not None:
-        return bool(group["foreach"])
-    return all(type(real(member.param)) in (Tensor, nn.Parameter) for member in members)
 
 
 def _gradient(member: Member, group: Group, scale: Tensor | None) -> Tensor:
