@@ -217,9 +217,14 @@ root-certificates = "{self.secrets / "ca.crt"}"
 
     def register(self, number: int) -> None:
         """Make a node's key known to the SuperLink."""
-        said = self.flwr("supernode", "register", self.secrets / f"node-{number}.pub", "test")
-        if "successfully" not in said.lower():
-            raise RuntimeError(said)
+        for _ in range(5):
+            said = self.flwr("supernode", "register", self.secrets / f"node-{number}.pub", "test")
+            if "successfully" in said.lower():
+                return
+            # One that has just begun to listen may be too busy for the command's patience.
+            if "SuperLink is unavailable" not in said:
+                break
+        raise RuntimeError(said)
 
     def node(
         self,
