@@ -173,8 +173,9 @@ def panel(axes: Any, result: Result, shown: list[str]) -> None:
         axes.annotate(text, (max(ratio, 1), place), va="center", fontsize=7, **offset)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.axvline(1, color=INK, lw=0.8)
-    millions = result["config"]["parameters"] / 1e6
-    axes.set_title(f"{result['config']['model']}, {millions:,.0f}M parameters")
+    count = result["config"]["parameters"]
+    shown = f"{count / 1e6:,.0f}M" if count >= 1e6 else f"{count / 1e3:,.0f}k"
+    axes.set_title(f"{result['config']['model']}, {shown} parameters")
     axes.margins(x=0.2)  # for the numbers
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
