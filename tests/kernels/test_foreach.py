@@ -153,6 +153,7 @@ LARGE = [(3,), (70_000,), (5, 4), (40_000,), (30_000,), (300, 300), (7,), (2, 33
     ("cls", "own"),
     [
         (SISA, {}),
+        (SISA, {"eta": 0.3, "eps": 0.1, "consensus_decay": 0.1, "weight_decay": 0.1}),
         (SISA, {"sigma": 0.5, "rho": 10.0, "consensus_decay": 0.1, "eta": 0.5, "eps": 1e-3}),
         (PISA, {"weight_decay": 0.1}),
         (NSISA, {"ns_dtype": None}),
