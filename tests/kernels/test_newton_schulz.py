@@ -140,3 +140,43 @@ def test_iterate_in_given_memory(steps):
     o = iterate(x, steps, spare)
     assert o.data_ptr() == (spare[0] if steps % 2 else x).data_ptr()
     assert relative(o, wanted) < 1e-12
+
+
+def spectrum(n, k, values):
+    """Return a matrix with singular values in proportion to `values`, of norm one."""
+    generator = torch.Generator().manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator))
+    right, _ = torch.linalg.qr(torch.randn(k, n, dtype=torch.float64, generator=generator))
+    x = (left * values) @ right.T
+    return x / x.norm()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 7])
+def test_short_side(steps, monkeypatch):
+    """Iterations on the Gram matrix give what iterations on the matrix give."""
+    pytest.importorskip("triton", minversion="3.3")
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # else by Triton's interpreter
+    x = spectrum(24, 56, torch.logspace(0, -2, 24, dtype=torch.float64)).unsqueeze(0)
+    exact = nsisa.newton_schulz(x[0], steps)
+    short = x.to(device, torch.float16)
+    calls = []
+    monkeypatch.setattr(
+        newton_schulz,
+        "_by_gram_matrix",
+        lambda *args, real=newton_schulz._by_gram_matrix: (calls.append(args[0]), real(*args)),
+    )
+    o = iterate(short.clone(), steps, halves=True)
+    assert calls == {1: [], 2: [2], 3: [3], 4: [3], 5: [3, 2], 7: [3, 3]}[steps]
+    plain = nsisa.newton_schulz(short[0], steps).double()
+    error = relative(o[0].double().cpu(), exact)
+    assert error < 2 * relative(plain.cpu(), exact) + 1e-3
+    assert error < 0.02
+
+
+def test_short_side_needs_its_memory():
+    """A matrix that is not twice as long as wide has no room for the products."""
+    pytest.importorskip("triton", minversion="3.3")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = spectrum(24, 40, torch.ones(24, dtype=torch.float64)).unsqueeze(0)
+    o = iterate(x.to(device, torch.float16), 5, halves=True)
+    assert relative(o[0].double().cpu(), nsisa.newton_schulz(x[0], 5)) < 0.02

@@ -5,7 +5,7 @@
 | `loop` | anywhere | any preconditioner | `foreach=False`, or nothing else can |
 | `foreach` | anywhere | the package's own preconditioners | by default |
 | `cpu/native` | CPU, float32 | SISA's rule and Identity, sigma given | `fused=True` |
-| `triton` | CUDA | SISA's and NSISA's rules and Identity, sigma given | by default, `fused=True` |
+| `triton` | CUDA | SISA, NSISA and Identity, sigma given; MISA | by default, `fused=True` |
 
 Sharded parameters are stepped where their parts lie, except by preconditioners of a user's own,
 which may need all of a parameter; what those compute with sharded tensors is right, if slow.
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpisa.kernels import misa
 from torchpisa.kernels.cpu import native
 from torchpisa.kernels.foreach import FOREACH, knows
 from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, real
@@ -29,14 +30,17 @@ __all__ = [
     "Plans",
     "able",
     "check_fused",
+    "check_fused_misa",
     "for_consensus",
     "for_local_step",
+    "for_misa",
     "for_missed_batch",
     "many_at_once",
     "steps_parts",
 ]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_NO_CPU_KERNEL = "MISA has fused kernels for CUDA devices only"
 
 
 def check_fused(
@@ -132,6 +136,39 @@ def for_consensus(
         if not isinstance(plan, str):
             return plan
     return FOREACH if keep is None and many_at_once(settings, members) else LOOP
+
+
+def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa.ConsensusKernel:
+    """Return what computes a consensus of MISA.
+
+    Args:
+        job: the consensus.
+        key: names its members, to find again what was prepared for them.
+        plans: what was prepared; None if gradients are only to be added up.
+
+    Raises:
+        ValueError: `fused=True`, and it is not possible.
+    """
+    fused, foreach = job.settings["fused"], job.settings["foreach"]
+    if plans is not None and (fused or (fused is None and foreach is None)):
+        found: misa.ConsensusKernel | str = _NO_CPU_KERNEL
+        if not _on_cpu([member.param for member in job.members]):
+            found = triton_plan.find_misa(plans, key, job)
+        if not isinstance(found, str):
+            return found
+        if fused:
+            raise ValueError(f"fused=True is not possible: {found}")
+    return misa.FOREACH if many_at_once(job.settings, job.members) else misa.LOOP
+
+
+def check_fused_misa(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if fused kernels are asked for that cannot step a group of MISA."""
+    if not group["fused"]:
+        return
+    params = group["params"]
+    reason = _NO_CPU_KERNEL if _on_cpu(params) else triton_plan.obstacle(params, None)
+    if reason is not None:
+        raise ValueError(f"fused=True is not possible: {reason}")
 
 
 def able(kernel: Kernel, job: LocalJob) -> Kernel:

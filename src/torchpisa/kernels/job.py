@@ -13,6 +13,7 @@ from torchpisa.state_keys import slot_keys
 
 __all__ = [
     "TINY",
+    "FindsNonfinite",
     "Kernel",
     "LocalJob",
     "Member",
@@ -131,19 +132,27 @@ class LocalJob:
         return self.sigma
 
 
-class Kernel(Protocol):
-    """A way to compute local steps and consensuses; `kernels.dispatch` chooses among them.
+class FindsNonfinite(Protocol):
+    """How a kernel deals with gradients that are not finite.
 
     Attributes:
-        finds_nonfinite: whether it looks for entries of gradients that are not finite while it
-            works (`LocalJob.search`), so that nobody has to look before.
+        finds_nonfinite: whether it looks for such entries while it works (`LocalJob.search`), so
+            that nobody has to look before.
         takes_flags: whether it can leave out whole gradients that are not finite, and say whose
             they are (`LocalJob.flags`).
-        slower: the kernel to use for jobs that this one does not support.
     """
 
     finds_nonfinite: ClassVar[bool]
     takes_flags: ClassVar[bool]
+
+
+class Kernel(FindsNonfinite, Protocol):
+    """A way to compute local steps and consensuses; `kernels.dispatch` chooses among them.
+
+    Attributes:
+        slower: the kernel to use for jobs that this one does not support.
+    """
+
     slower: ClassVar["Kernel | None"]
 
     def supports(self, job: LocalJob) -> bool:

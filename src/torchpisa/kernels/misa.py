@@ -1,12 +1,13 @@
 """MISA's consensus over lists of tensors: the plain loop, and many parameters per call.
 
-`loop_step` is the specification, `foreach_step` the same with one call per operation. Both take
-parameters that are all matrices to be orthogonalised, or none of them.
+`LOOP` is the specification, `FOREACH` the same with one call per operation; on a GPU
+`kernels/triton/plan.py` has a third. All take parameters that are all matrices to be
+orthogonalised, or none of them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +15,18 @@ from torch import Tensor
 from torchpisa.algorithms import misa, nsisa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.foreach import Tensors, blocks, like, scalars, write_back
-from torchpisa.kernels.job import Member, real
+from torchpisa.kernels.foreach import (
+    Tensors,
+    blocks,
+    leave_out_nonfinite,
+    like,
+    scalars,
+    write_back,
+)
+from torchpisa.kernels.job import FindsNonfinite, Member, compute_dtype, real
 from torchpisa.kernels.rounding import store
 
-__all__ = ["ConsensusJob", "foreach_step", "loop_step"]
+__all__ = ["FOREACH", "LOOP", "ConsensusJob", "ConsensusKernel", "gradients"]
 
 # State that is rounded when it is stored.
 _LARGE = ("dual", "rows", "moment")
@@ -30,13 +38,19 @@ class ConsensusJob:
 
     Attributes:
         members: the parameters, on one device and of one dtype.
-        grads: their gradients, added up over the batches, in the dtype to compute in; not to be
-            written to.
+        grads: their gradients, or those of several batches added up; not to be written to.
         matrix: whether they are orthogonalised.
         settings: their group.
         lr: the learning rate.
         weight_decay: what of it they have.
         keep: nothing changes if this is False; None for True.
+        maximize: negate the gradients.
+        grad_scale: what the gradients were multiplied by (GradScaler), or None.
+        clip_scale: factor on the residual, or None.
+        search: count entries of gradients that are not finite as zero, and note whose they are; for
+            kernels that search while they work.
+        flags: numbers on the device, one per member, to raise where a gradient is not finite, which
+            then counts as zero; None to not look.
     """
 
     members: list[Member]
@@ -46,17 +60,79 @@ class ConsensusJob:
     lr: Scalar
     weight_decay: float
     keep: Tensor | None
+    maximize: bool = False
+    grad_scale: Tensor | None = None
+    clip_scale: Tensor | None = None
+    search: bool = False
+    flags: Sequence[Tensor] | None = None
 
 
-def loop_step(job: ConsensusJob) -> None:
-    """Take the consensus, one parameter after the other."""
+class ConsensusKernel(FindsNonfinite, Protocol):
+    """A way to compute MISA's consensus; `kernels.dispatch` chooses among them."""
+
+    def consensus_step(self, job: ConsensusJob) -> None:
+        """Update duals, preconditioners and weights."""
+
+    def residual_norms(self, job: ConsensusJob) -> list[Tensor]:
+        """Return norms of r, as 0-d tensors, over some of the members each."""
+
+
+class Loop:
+    """One parameter after the other; see `ConsensusKernel`."""
+
+    finds_nonfinite: ClassVar[bool] = False
+    takes_flags: ClassVar[bool] = False
+
+    def consensus_step(self, job: ConsensusJob) -> None:
+        """Take the consensus."""
+        _loop_step(job)
+
+    def residual_norms(self, job: ConsensusJob) -> list[Tensor]:
+        """Return the norm of r for each member."""
+        return [
+            torch.linalg.vector_norm(real(member.state["dual"]).to(grad.dtype) + grad)
+            for member, grad in zip(job.members, gradients(job), strict=True)
+        ]
+
+
+class Foreach(Loop):
+    """Many parameters per call; see `ConsensusKernel`."""
+
+    takes_flags: ClassVar[bool] = True
+
+    def consensus_step(self, job: ConsensusJob) -> None:
+        """Take the consensus."""
+        if job.keep is None:
+            _foreach_step(job)
+        else:
+            _loop_step(job)
+
+
+LOOP, FOREACH = Loop(), Foreach()
+
+
+def gradients(job: ConsensusJob) -> list[Tensor]:
+    """Return the gradients in the dtype to compute in; they may be the ones that were given."""
+    dtype = compute_dtype(real(job.members[0].param), real(job.members[0].state["dual"]))
+    grads = [real(grad).to(dtype) for grad in job.grads]
+    if job.grad_scale is not None:
+        scale = job.grad_scale.to(grads[0].device)
+        grads = [grad / scale for grad in grads]
+    if job.maximize:
+        grads = [-grad for grad in grads]
+    return grads if job.flags is None else leave_out_nonfinite(grads, job.flags)
+
+
+def _loop_step(job: ConsensusJob) -> None:
     settings = job.settings
-    for member, grad in zip(job.members, job.grads, strict=True):
+    for member, grad in zip(job.members, gradients(job), strict=True):
         keep = job.keep if job.keep is None else job.keep.to(grad.device)
         stored = {key: real(member.state[key]) for key in _LARGE if key in member.state}
         state = {key: value.to(grad.dtype) for key, value in stored.items()}
         step = _count(member, keep)
         r = state["dual"] + grad
+        if job.clip_scale is not None:
+            r = r * job.clip_scale.to(r.device, r.dtype)
         delta = misa.average(r, settings["momentum"])
         u = misa.look_ahead(state["dual"], delta, settings["look_ahead"])
         new = {"dual": state["dual"] + delta}
@@ -81,15 +157,14 @@ def loop_step(job: ConsensusJob) -> None:
             store(stored[key], chosen, settings["stochastic_rounding"])
 
 
-def foreach_step(job: ConsensusJob) -> None:
-    """Take the consensus, many parameters per call; for `keep` None."""
+def _foreach_step(job: ConsensusJob) -> None:
     steps = [member.state["step"] for member in job.members]
     torch._foreach_add_(steps, scalars(1.0, steps[0]))
     counts = [step.item() for step in steps] if steps[0].device.type == "cpu" else steps
     columns = [
         [real(member.param) for member in job.members],
         [real(member.state["dual"]) for member in job.members],
-        job.grads,
+        gradients(job),
     ]
     if job.matrix:
         _matrices(job, columns, counts)
@@ -142,6 +217,8 @@ def _average(job: ConsensusJob, duals: Tensors, grads: Tensors) -> tuple[Tensors
     kept = job.settings["momentum"]
     moved = like(duals, grads[0].dtype)
     rs = torch._foreach_add(moved, grads)
+    if job.clip_scale is not None:
+        torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device, rs[0].dtype))
     us = torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (kept - 1))
     torch._foreach_add_(moved, rs, alpha=kept - 1)
     write_back(duals, moved, job.settings["stochastic_rounding"])
@@ -165,9 +242,8 @@ def _orthogonalized(
     settings: Mapping[str, Any], members: list[Member], us: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return U V^T for each matrix U S V^T, as matrices; of sharded ones, the rows held here."""
-    dtype = settings["ns_dtype"]
-    if isinstance(dtype, str):
-        dtype = newton_schulz.fast_dtype([member.origin for member in members])
+    origins = [member.origin for member in members]
+    dtype = newton_schulz.dtype_for(settings["ns_dtype"], origins)
 
     def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
         if settings["foreach"] is False:
@@ -177,8 +253,7 @@ def _orthogonalized(
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
-        wholes = [member.origin for member in members]
-        return [o.flatten(1) for o in dtensor.solve(us, wholes, solve)]
+        return [o.flatten(1) for o in dtensor.solve(us, origins, solve)]
     return solve([u.flatten(1) for u in us])
 
 

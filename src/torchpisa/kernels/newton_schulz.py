@@ -1,8 +1,13 @@
 """Newton-Schulz for many matrices at once: `algorithms.nsisa.newton_schulz`, batched by shape.
 
-An iteration is X <- (a I + b A + c A A) X with A = X X^T. A and its polynomial are symmetric, so
-half of each suffices: for large matrices a GPU computes it by `kernels/triton/symmetric.py`, a CPU
-strip by strip.
+An iteration is X <- P X with P = a I + b A + c A A and A = X X^T. A and P are symmetric, so half of
+each suffices: for large matrices a GPU computes it by `kernels/triton/symmetric.py`, a CPU strip by
+strip.
+
+Where a matrix is long, several iterations are taken on its short side (`_by_gram_matrix`): the next
+A is P A P, since all of these are polynomials in the first A and commute, and X is multiplied once,
+by the product of the P's. Rounding errors in A grow twelvefold per iteration in directions of small
+singular values, so after three of them A is computed from X again.
 """
 
 import math
@@ -18,7 +23,16 @@ from torchpisa.algorithms.nsisa import COEFFICIENTS
 from torchpisa.kernels.optional import without_triton
 from torchpisa.torch_private import cpu_multiplies_bfloat16
 
-__all__ = ["CHUNK_BYTES", "Chunk", "chunks", "fast_dtype", "iterate", "orthogonalize", "workspace"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Chunk",
+    "chunks",
+    "dtype_for",
+    "fast_dtype",
+    "iterate",
+    "orthogonalize",
+    "workspace",
+]
 
 # Bound on the temporaries of the orthogonalisation; a single matrix that needs more goes alone.
 CHUNK_BYTES = 256 * 2**20
@@ -27,6 +41,12 @@ _CPU_CHUNK_BYTES = 4 * 2**20
 
 # Elements from which on bfloat16 pays on a CPU; small matrices lose more by conversions.
 _CPU_BFLOAT16_LEAST = 2**20
+
+# Iterations on the short side before its matrix is computed anew. With three, the result is as
+# accurate as without the short side, in float16 and in bfloat16; with five it is not.
+_SEGMENT = 3
+# Columns per row from which on the short side is cheaper; also what its buffers need.
+_LONG = 2
 
 # On a GPU from so many rows on, skipping the tiles above the diagonal saves more than Triton loses
 # to cuBLAS.
@@ -82,17 +102,25 @@ def chunks(
 
 
 def fast_dtype(params: Sequence[Tensor]) -> torch.dtype | None:
-    """Return bfloat16 if all devices multiply it natively, it pays, and nobody has float64.
+    """Return a short dtype if all devices multiply it natively, it pays, and nobody has float64.
 
-    The iteration itself leaves singular values between about 0.7 and 1.2; bfloat16 adds errors in
+    That is float16 on GPUs: everything in the iteration is of the order of one or smaller, and it
+    has three more binary digits than bfloat16, which is what CPUs have instructions for. The
+    iteration itself leaves singular values between about 0.7 and 1.2; rounding adds errors in
     directions whose singular values are small beside the largest.
     """
     if not params or any(param.dtype == torch.float64 for param in params):
         return None
-    fast = all(param.is_cuda for param in params)
-    if not fast and sum(param.numel() for param in params) >= _CPU_BFLOAT16_LEAST:
-        fast = _cpu_has_bfloat16() and all(param.is_cuda or param.is_cpu for param in params)
-    return torch.bfloat16 if fast else None
+    if all(param.is_cuda for param in params):
+        return torch.float16
+    much = sum(param.numel() for param in params) >= _CPU_BFLOAT16_LEAST
+    known = all(param.is_cuda or param.is_cpu for param in params)
+    return torch.bfloat16 if much and known and _cpu_has_bfloat16() else None
+
+
+def dtype_for(asked: torch.dtype | str | None, params: Sequence[Tensor]) -> torch.dtype | None:
+    """Return the dtype of the products; None for that of the state. `"auto"` is `fast_dtype`."""
+    return fast_dtype(params) if isinstance(asked, str) else asked
 
 
 @cache
@@ -138,12 +166,19 @@ def iterate(
     Returns:
         The result, in `x` or in the first of `spare`.
     """
-    c, n, _ = x.shape
+    c, n, k = x.shape
     following, gram, polynomial = spare or (torch.empty_like(x), *x.new_empty(2, c, n, n))
     step = _step(x, halves)
-    for _ in range(steps):
-        step(x, following, gram, polynomial)
+    # In float32 the plain iteration is kept to the last digits.
+    most = _SEGMENT if step is _by_halves and x.itemsize == 2 and k >= _LONG * n else 1
+    while steps > 0:
+        taken = min(most, steps)
+        if taken > 1:
+            _by_gram_matrix(taken, x, following, gram, polynomial)
+        else:
+            step(x, following, gram, polynomial)
         x, following = following, x
+        steps -= taken
     return x
 
 
@@ -215,12 +250,42 @@ def _step(x: Tensor, halves: bool | None) -> _Step:
 def _by_halves(x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:
     from torchpisa.kernels.triton.symmetric import symmetric_product
 
-    linear, cubic, quintic = COEFFICIENTS
     symmetric_product(x, gram)
+    _polynomial(gram, polynomial)
+    torch.bmm(polynomial, x, out=following)
+
+
+def _by_gram_matrix(
+    steps: int, x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor
+) -> None:
+    """Take two iterations or more as one product with X, by halves."""
+    from torchpisa.kernels.triton.symmetric import symmetric_product
+
+    # X is not multiplied before the end: until then the memory of the next X is free.
+    product, spare = following.view(-1)[: 2 * gram.numel()].view(2, *gram.shape)
+    symmetric_product(x, gram)
+    _polynomial(gram, product)
+    symmetric_product(product, polynomial, other=gram)
+    symmetric_product(polynomial, gram, other=product)
+    for _ in range(steps - 2):
+        _polynomial(gram, polynomial)
+        symmetric_product(polynomial, spare, other=gram)
+        symmetric_product(spare, gram, other=polynomial)
+        symmetric_product(polynomial, spare, other=product)
+        product, spare = spare, product
+    _polynomial(gram, polynomial)
+    symmetric_product(polynomial, gram, other=product)
+    torch.bmm(gram, x, out=following)
+
+
+def _polynomial(gram: Tensor, out: Tensor) -> None:
+    """Write a I + b A + c A A to `out`, by halves."""
+    from torchpisa.kernels.triton.symmetric import symmetric_product
+
+    linear, cubic, quintic = COEFFICIENTS
     # a I is added before anything is rounded, so it costs no accuracy, and X is read once less than
     # for a X + (b A + c A A) X.
-    symmetric_product(gram, polynomial, addend=gram, alpha=quintic, beta=cubic, diagonal=linear)
-    torch.bmm(polynomial, x, out=following)
+    symmetric_product(gram, out, addend=gram, alpha=quintic, beta=cubic, diagonal=linear)
 
 
 def _whole(x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:

@@ -156,11 +156,16 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_range("dual_decay", group["dual_decay"], 0, 1)
     for flag in ("initial_consensus", "maximize", "capturable", "stochastic_rounding"):
         check_choice(flag, group[flag], (True, False))
+    check_kernels(group)
+    check_dtype("state_dtype", group["state_dtype"])
+
+
+def check_kernels(group: Mapping[str, Any]) -> None:
+    """Check which kernels a group asks for."""
     for flag in ("foreach", "fused"):
         check_choice(flag, group[flag], (None, True, False))
     if group["foreach"] and group["fused"]:
         raise ValueError("fused must be None or False when foreach=True, got True")
-    check_dtype("state_dtype", group["state_dtype"])
 
 
 def check_shared(group: Mapping[str, Any]) -> None:

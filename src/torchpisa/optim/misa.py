@@ -1,6 +1,6 @@
 """MISA: one learning rate in AdamW's terms, matrices orthogonalised at the consensus. Ours."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -8,12 +8,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.checks import check_choice, check_count, check_range
-from torchpisa.kernels import misa as kernels
-from torchpisa.kernels.dispatch import many_at_once
-from torchpisa.kernels.foreach import FOREACH, leave_out_nonfinite
-from torchpisa.kernels.job import Kernel, Member, check_shapes, compute_dtype, real
-from torchpisa.kernels.loop import LOOP
-from torchpisa.kernels.misa import ConsensusJob
+from torchpisa.kernels import dispatch
+from torchpisa.kernels.job import Member, check_shapes, compute_dtype, real
+from torchpisa.kernels.misa import ConsensusJob, ConsensusKernel, gradients
 from torchpisa.optim import arguments
 from torchpisa.optim.nonfinite import verdict
 from torchpisa.optim.optimizer import RoundOptimizer, names_of
@@ -69,8 +66,8 @@ class MISA(RoundOptimizer):
         eps: added to roots that are divided by.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: what their products are computed in: a dtype, None for that of the state, or
-            `"auto"`: bfloat16 on GPUs and, for a million elements or more, on CPUs that have
-            instructions for it; never for float64 parameters.
+            `"auto"`: float16 on GPUs and, for a million elements or more, bfloat16 on CPUs that
+            have instructions for it; never for float64 parameters.
         batches: \(m\), calls of `step()` that make a round; the weights move in the last one.
         weights: \(\alpha_i\), the batches' shares of the data, or their sizes; equal by default.
         clip: largest norm of r over all parameters, batch by batch; None for no clipping.
@@ -81,6 +78,8 @@ class MISA(RoundOptimizer):
         maximize: maximise instead of minimise.
         foreach: one call per operation for all parameters instead of a loop over them; None
             decides.
+        fused: Triton kernels, on GPUs: True to get an error where they are not possible; None takes
+            them where they are.
         stochastic_rounding: round what is stored in bfloat16 up or down at random, so that the
             error is zero on average.
         capturable: keep counters on the parameters' device, so that a round can be captured in a
@@ -127,6 +126,7 @@ class MISA(RoundOptimizer):
         nonfinite: Literal["raise", "skip", "ignore"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
         stochastic_rounding: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | None = None,
@@ -142,64 +142,75 @@ class MISA(RoundOptimizer):
     # The step
 
     def _take(self, slot: int, members: list[list[Member]]) -> None:
-        groups = self.param_groups
-        reached = [
-            [member for member in of_group if member.grad is not None] for of_group in members
-        ]
-        for of_group in reached:
-            check_shapes(of_group, ("moment", "pending"))
-        chosen: list[Kernel] = [
-            FOREACH if many_at_once(group, of_group) else LOOP
-            for group, of_group in zip(groups, reached, strict=True)
-        ]
+        jobs = self._jobs(
+            [[member for member in of_group if member.grad is not None] for of_group in members]
+        )
+        for job in jobs.values():
+            check_shapes(job.members, ("moment", "pending"))
+        # Several batches are added up first.
+        plans = self._plans if self.batches == 1 else None
+        kernels = [dispatch.for_misa(job, key, plans) for key, job in jobs.items()]
+        reached = [job.members for job in jobs.values()]
         where = f"batch {slot} of iteration {self.iteration}"
         found_inf = getattr(self, "found_inf", None)
-        found = verdict(groups, reached, chosen, found_inf, where)
+        found = verdict(self.param_groups, reached, kernels, found_inf, where)
         if found.problem is not None:
             raise FloatingPointError(
                 f"{found.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
             )
         if found.present:
-            self._add(slot, reached, found.keep, found.deferred)
-        if any(found.deferred):
-            self._watch.note(chosen, reached, where)
+            params = [job.settings["params"] for job in jobs.values()]
+            flags = self._watch.flags(params, reached, found.deferred)
+            for job, flagged in zip(jobs.values(), flags, strict=True):
+                job.keep, job.search, job.flags = found.keep, found.search, flagged
+                job.maximize = job.settings["maximize"]
+                job.grad_scale = getattr(self, "grad_scale", None)
+            self._add(slot, list(jobs.values()), kernels)
+            self.round.note(slot, self.batches, None if self.batches == 1 else found.keep)
+        if found.search or any(found.deferred):
+            self._watch.note(kernels, reached, where)
 
-    def _add(
-        self,
-        slot: int,
-        reached: list[list[Member]],
-        keep: Tensor | None,
-        deferred: Sequence[bool],
-    ) -> None:
-        """Add the gradients of a batch to the sum of the round, or move the weights at once.
+    def _add(self, slot: int, jobs: list[ConsensusJob], kernels: Sequence[ConsensusKernel]) -> None:
+        """Add the gradients of a batch to the sum of the round, or move the weights at once."""
+        clip = self.param_groups[0]["clip"]
+        if clip is not None:
+            scale = _clip_scale(jobs, kernels, clip)
+            for job in jobs:
+                job.clip_scale = scale
+        for job, kernel in zip(jobs, kernels, strict=True):
+            if self.batches == 1:
+                kernel.consensus_step(job)
+                continue
+            weight = job.settings["weights"][slot]
+            for member, grad in zip(job.members, gradients(job), strict=True):
+                self._accumulate(member, _clipped(member, grad, job.clip_scale), weight, job.keep)
+
+    def _jobs(
+        self, members: list[list[Member]], sums: Mapping[int, Tensor] | None = None
+    ) -> dict[Hashable, ConsensusJob]:
+        """Return jobs over parameters that share group, rule, decay, device and dtypes.
 
         Args:
-            slot: the batch.
-            reached: parameters with gradients, by group.
-            keep: whether the batch takes part, where only the device knows.
-            deferred: by group, whether gradients that are not finite are left out now and reported
-                later.
+            members: the parameters, by group.
+            sums: what to take instead of their gradients, by `id` of the parameter.
         """
-        groups = self.param_groups
-        scale = getattr(self, "grad_scale", None)
-        gradients = [
-            [_gradient(member, group, scale) for member in of_group]
-            for group, of_group in zip(groups, reached, strict=True)
-        ]
-        flags = self._watch.flags([group["params"] for group in groups], reached, deferred)
-        for number, flagged in enumerate(flags):
-            if flagged is not None:
-                gradients[number] = leave_out_nonfinite(gradients[number], flagged)
-        clip = groups[0]["clip"]
-        if clip is not None:
-            _clip(reached, gradients, clip)
-        for group, of_group, grads in zip(groups, reached, gradients, strict=True):
-            if self.batches == 1:
-                _move(group, of_group, grads, keep)
-                continue
-            for member, grad in zip(of_group, grads, strict=True):
-                self._accumulate(member, grad, group["weights"][slot], keep)
-        self.round.note(slot, self.batches, None if self.batches == 1 else keep)
+        jobs: dict[Hashable, ConsensusJob] = {}
+        for number, (group, of_group) in enumerate(zip(self.param_groups, members, strict=True)):
+            lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+            for member in of_group:
+                param, dual = member.param, member.state["dual"]
+                grad = member.grad if sums is None else sums[id(member.origin)]
+                assert grad is not None
+                matrix, decays = "moment" not in member.state, member.origin.dim() > 1
+                dtypes = param.dtype, dual.dtype, grad.dtype
+                kind = number, matrix, decays, param.get_device(), dtypes, member.whole is None
+                job = jobs.get(kind)
+                if job is None:
+                    decay = float(group["weight_decay"]) if decays else 0.0
+                    job = jobs[kind] = ConsensusJob([], [], matrix, group, lr, decay, None)
+                job.members.append(member)
+                job.grads.append(grad)
+        return jobs
 
     def _accumulate(self, member: Member, grad: Tensor, weight: float, keep: Tensor | None) -> None:
         """Add a batch's share of the gradient to the sum of the round."""
@@ -217,18 +228,25 @@ class MISA(RoundOptimizer):
         if self.batches == 1:  # the step has moved them
             return
         keep = self.round.keep()
+        sums: dict[int, Tensor] = {}
+        reached: list[list[Member]] = []
         for group, of_group in zip(self.param_groups, members, strict=True):
             shares = enumerate(group["weights"])
             absent = sum(share for slot, share in shares if slot not in self.round.present)
-            reached = [member for member in of_group if "pending" in member.state]
-            sums = []
-            for member in reached:
+            reached.append([member for member in of_group if "pending" in member.state])
+            for member in reached[-1]:
                 dual = real(member.state["dual"])
                 total = real(member.state["pending"]).to(compute_dtype(real(member.param), dual))
-                sums.append(total.sub_(dual, alpha=absent) if absent else total)
+                sums[id(member.origin)] = total.sub_(dual, alpha=absent) if absent else total
                 del member.state["pending"]
-            if reached:
-                _move(group, reached, sums, keep)
+        for key, job in self._jobs(reached, sums).items():
+            job.keep = keep
+            dispatch.for_misa(job, key, self._plans).consensus_step(job)
+
+    def start_afresh(self) -> None:
+        """Drop what belongs to this object and these tensors, and is never saved."""
+        super().start_afresh()
+        self._plans: dispatch.Plans = {}
 
     # Groups and state
 
@@ -269,17 +287,19 @@ class MISA(RoundOptimizer):
         arguments.check_ns_dtype(group["ns_dtype"])
         for flag in ("maximize", "capturable", "stochastic_rounding"):
             check_choice(flag, group[flag], (True, False))
-        for flag in ("foreach", "matrix"):
-            check_choice(flag, group[flag], (None, True, False))
+        check_choice("matrix", group["matrix"], (None, True, False))
+        arguments.check_kernels(group)
         arguments.check_dtype("state_dtype", group["state_dtype"])
 
     def _prepare(self, group: Group) -> None:
         _check_matrices(group)
+        dispatch.check_fused_misa(group)
         super()._prepare(group)
 
     def _check_loaded(self, group: Group) -> None:
         super()._check_loaded(group)
         _check_matrices(group)
+        dispatch.check_fused_misa(group)
 
     def converted(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out what earlier versions wrote of an open round."""
@@ -292,63 +312,31 @@ class MISA(RoundOptimizer):
         return {**state_dict, "param_groups": groups}
 
 
-def _move(group: Group, members: list[Member], grads: list[Tensor], keep: Tensor | None) -> None:
-    """Take the consensus for some parameters of a group.
-
-    Args:
-        group: the group.
-        members: the parameters.
-        grads: their gradients, added up over the batches, in the dtype to compute in.
-        keep: nothing changes if this is False; None for True.
-    """
-    many = keep is None and many_at_once(group, members)
-    step = kernels.foreach_step if many else kernels.loop_step
-    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-    # By rule, decay, device and dtypes.
-    alike: dict[Any, tuple[list[Member], list[Tensor]]] = {}
-    for member, grad in zip(members, grads, strict=True):
-        matrix, decays = "moment" not in member.state, member.origin.dim() > 1
-        dtypes = member.param.dtype, member.state["dual"].dtype, grad.dtype
-        kind = matrix, decays, member.param.device, dtypes, member.whole is None
-        alike_members, own_grads = alike.setdefault(kind, ([], []))
-        alike_members.append(member)
-        own_grads.append(grad)
-    for (matrix, decays, *_), (alike_members, own_grads) in alike.items():
-        decay = float(group["weight_decay"]) if decays else 0.0
-        step(ConsensusJob(alike_members, own_grads, matrix, group, lr, decay, keep))
-
-
-def _gradient(member: Member, group: Group, scale: Tensor | None) -> Tensor:
-    """Return the gradient in the dtype to compute in; never to be written to."""
-    assert member.grad is not None
-    dtype = compute_dtype(real(member.param), real(member.state["dual"]))
-    grad: Tensor = real(member.grad).to(dtype)
-    if scale is not None:
-        grad = grad / scale.to(grad.device)
-    return -grad if group["maximize"] else grad
-
-
-def _clip(members: list[list[Member]], gradients: list[list[Tensor]], clip: float) -> None:
-    """Replace gradients so that the norm of r = pi + g, over all of them, is at most `clip`."""
-    squares, wholes = [], []
-    for of_group, grads in zip(members, gradients, strict=True):
-        for member, grad in zip(of_group, grads, strict=True):
-            r = real(member.state["dual"]).to(grad.dtype) + grad
-            squares.append(torch.linalg.vector_norm(r).double().square())
-            wholes += [] if member.whole is None else [member.whole]
-    if not squares:
-        return
+def _clip_scale(
+    jobs: Sequence[ConsensusJob], kernels: Sequence[ConsensusKernel], clip: float
+) -> Tensor | None:
+    """Return what r is multiplied by, so that its norm over all parameters is at most `clip`."""
+    norms, wholes = [], []
+    for job, kernel in zip(jobs, kernels, strict=True):
+        norms += kernel.residual_norms(job)
+        wholes += [member.whole for member in job.members if member.whole is not None]
+    if not norms:
+        return None
+    squares = [norm.double().square() for norm in norms]
     total = torch.stack([square.to(squares[0].device) for square in squares]).sum()
     if wholes:
         from torchpisa.distributed import dtensor
 
         total = dtensor.summed(total, dtensor.groups(wholes))
-    factor = (clip / total.sqrt()).clamp(max=1)
-    for of_group, grads in zip(members, gradients, strict=True):
-        for i, (member, grad) in enumerate(zip(of_group, grads, strict=True)):
-            s = factor.to(grad.device, grad.dtype)
-            # pi + this is s (pi + g).
-            grads[i] = s * grad + (s - 1) * real(member.state["dual"]).to(grad.dtype)
+    return (clip / total.sqrt()).clamp(max=1)
+
+
+def _clipped(member: Member, grad: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the gradient with which r = pi + g is `scale` times as large."""
+    if scale is None:
+        return grad
+    scale = scale.to(grad.device, grad.dtype)
+    return scale * grad + (scale - 1) * real(member.state["dual"]).to(grad.dtype)
 
 
 def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.distributed import dtensor
-from torchpisa.kernels.job import Kernel, Member, real
+from torchpisa.kernels.job import FindsNonfinite, Member, real
 from torchpisa.kernels.triton.plan import Plan
 from torchpisa.kernels.triton.table import Launch
 from torchpisa.optim.round import Group
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 def verdict(
     groups: Sequence[Group],
     members: Sequence[list[Member]],
-    kernels: Sequence[Kernel],
+    kernels: Sequence[FindsNonfinite],
     found_inf: Tensor | None,
     where: str,
 ) -> Verdict:
@@ -120,7 +120,7 @@ def verdict(
     return Verdict(present=not bad_batch)
 
 
-def _can_wait(members: Sequence[Member], kernel: Kernel) -> bool:
+def _can_wait(members: Sequence[Member], kernel: FindsNonfinite) -> bool:
     """Return whether the host need not know until a later step whether gradients are finite.
 
     That is where asking means to wait for a device, and the kernel need not be told.
@@ -235,7 +235,9 @@ class Watch:
             found[number] = [flags.of[id(member.origin)] for member in some]
         return found
 
-    def note(self, kernels: Sequence[Kernel], members: Sequence[list[Member]], where: str) -> None:
+    def note(
+        self, kernels: Sequence[FindsNonfinite], members: Sequence[list[Member]], where: str
+    ) -> None:
         """Send for the flags of a step over `members` that has just been launched."""
         if self._sent is not None:
             return

@@ -24,16 +24,13 @@ __all__ = ["NSISA"]
 
 
 def _newton_schulz(group: Group, params: Sequence[Tensor]) -> NewtonSchulz:
-    dtype = group["ns_dtype"]
-    if isinstance(dtype, str):
-        dtype = newton_schulz.fast_dtype(params)
     return NewtonSchulz(
         group["momentum"],
         group["nesterov"],
         group["ns_steps"],
         group["perturbation"],
         group["aspect_scaling"],
-        dtype,
+        newton_schulz.dtype_for(group["ns_dtype"], params),
     )
 
 

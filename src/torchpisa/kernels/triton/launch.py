@@ -8,17 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchpisa.algorithms import misa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.job import LocalJob, Move
+from torchpisa.kernels.misa import ConsensusJob
 from torchpisa.kernels.triton import elementwise, orthogonal
+from torchpisa.kernels.triton import misa as misa_kernels
 from torchpisa.kernels.triton.table import BLOCK, Launch
 from torchpisa.preconditioners import NewtonSchulz, SecondMoment
 
-__all__ = ["any_nonfinite", "consensus", "local_step", "residual_norm"]
+__all__ = ["any_nonfinite", "consensus", "local_step", "misa_norm", "misa_step", "residual_norm"]
 
 # Side of a square tile of a matrix.
 _TILE = 64
+# Rows and columns of a tile by which rows are measured.
+_ROWS, _COLS = 16, 128
 
 _DTYPES = {
     torch.float32: tl.float32,
@@ -82,6 +87,116 @@ def residual_norm(job: LocalJob, launch: Launch) -> Tensor:
         BLOCK=BLOCK,
     )
     return squares.sum().sqrt()
+
+
+def misa_norm(job: ConsensusJob, launch: Launch) -> Tensor:
+    """Return the norm of MISA's r over all parameters of a launch."""
+    squares = torch.empty(launch.blocks, dtype=torch.float32, device=launch.kind.device)
+    if launch.blocks:
+        elementwise.residual_kernel[(launch.blocks,)](
+            launch.table,
+            launch.tensor_of,
+            squares,
+            _here(job.grad_scale, launch),
+            0.0,
+            MAXIMIZE=job.maximize,
+            DECAYS=False,
+            **_dtypes(launch),
+            BLOCK=BLOCK,
+        )
+    return squares.sum().sqrt()
+
+
+def misa_step(job: ConsensusJob, launch: Launch) -> None:
+    """Take MISA's consensus over the parameters of a launch."""
+    if not launch.blocks:
+        return
+    _count(launch, _here(job.keep, launch))
+    (lr,), on_device = _numbers(launch, job.lr)
+    if job.matrix:
+        _move_matrices(job, launch, lr, on_device)
+    else:
+        _move_entries(job, launch, lr, on_device)
+
+
+def _move_entries(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: bool) -> None:
+    settings = job.settings
+    rounds = settings["stochastic_rounding"]
+    misa_kernels.entries_kernel[(launch.blocks,)](
+        launch.table,
+        launch.tensor_of,
+        launch.nonfinite,
+        _here(job.keep, launch),
+        *_misa_scales(job, launch),
+        _seed(rounds, launch),
+        lr,
+        job.weight_decay,
+        settings["momentum"],
+        settings["look_ahead"],
+        settings["beta"],
+        1 - settings["beta"],
+        math.log(settings["beta"]),
+        settings["eps"],
+        MAXIMIZE=job.maximize,
+        SEARCH=job.search,
+        STOCHASTIC=rounds,
+        ON_DEVICE=on_device,
+        **_dtypes(launch),
+        BLOCK=BLOCK,
+    )
+
+
+def _move_matrices(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: bool) -> None:
+    settings, device, tensors = job.settings, launch.kind.device, len(launch.order)
+    keep, seed = _here(job.keep, launch), _seed(settings["stochastic_rounding"], launch)
+    scales = _misa_scales(job, launch)
+    numbers = settings["momentum"], settings["look_ahead"]
+    rounds = {"STOCHASTIC": settings["stochastic_rounding"]}
+    reads: dict[str, Any] = {"MAXIMIZE": job.maximize, "SEARCH": job.search, **_dtypes(launch)}
+    param_dtype = reads.pop("PARAM_DTYPE")
+    largest, squares = torch.empty(2, launch.blocks, dtype=torch.float32, device=device)
+    peaks, norms = torch.empty(2, tensors, dtype=torch.float32, device=device)
+    misa_kernels.measure_kernel[(launch.blocks,)](
+        launch.table, launch.tensor_of, largest, squares, launch.nonfinite, keep, *scales, *numbers,
+        **reads, BLOCK=BLOCK,
+    )  # fmt: skip
+    orthogonal.norm_kernel[(tensors,)](
+        largest, squares, peaks, norms, launch.first_block, BLOCK=BLOCK
+    )
+    beta = settings["row_beta"]
+    first = 0
+    dtype = newton_schulz.dtype_for(settings["ns_dtype"], [job.members[0].param])
+    memory = torch.empty(0, dtype=dtype or torch.float32, device=device)
+    cut = newton_schulz.workspace(launch.chunks, memory)
+    for chunk in launch.chunks:
+        n, k, count = chunk.n, chunk.k, len(chunk.indexes)
+        grid = (triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE), count)
+        x, *spare = cut(chunk)
+        misa_kernels.gather_kernel[grid](
+            launch.table, launch.tall, peaks, norms, x, first, n, k, keep, *scales, seed, *numbers,
+            **rounds, **reads, TILE=_TILE, num_warps=8,
+        )  # fmt: skip
+        o = newton_schulz.iterate(x, settings["ns_steps"], spare)
+        factors = None
+        if beta is not None:
+            factors = torch.empty(count * k, dtype=torch.float32, device=device)
+            misa_kernels.rows_kernel[(triton.cdiv(k, _ROWS), count)](
+                launch.table, launch.tall, o, factors, first, n, k, keep, seed, beta, 1 - beta,
+                math.log(beta) if beta else -math.inf, settings["eps"], **rounds,
+                STATE_DTYPE=reads["STATE_DTYPE"], ALIGNED=launch.aligned, ROWS=_ROWS, COLS=_COLS,
+            )  # fmt: skip
+        misa_kernels.move_kernel[grid](
+            launch.table, launch.tall, o, factors, first, n, k, keep, seed, lr, job.weight_decay,
+            misa.RMS * k**0.5, **rounds, ON_DEVICE=on_device, PARAM_DTYPE=param_dtype,
+            ALIGNED=launch.aligned, TILE=_TILE, num_warps=8,
+        )  # fmt: skip
+        first += count
+
+
+def _misa_scales(job: ConsensusJob, launch: Launch) -> tuple[Tensor | None, Tensor | None]:
+    """Return what gradients are divided by and what r is multiplied by, where the kernels are."""
+    clip = _here(job.clip_scale, launch)
+    return _here(job.grad_scale, launch), None if clip is None else clip.to(torch.float32)
 
 
 def _elementwise_step(job: LocalJob, launch: Launch) -> None:

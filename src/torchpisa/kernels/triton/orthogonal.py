@@ -23,7 +23,7 @@ from torchpisa.kernels.triton.memory import (
     write,
 )
 
-__all__ = ["gather_kernel", "momentum_kernel", "norm_kernel", "tail_kernel"]
+__all__ = ["gather_kernel", "momentum_kernel", "norm_kernel", "tail_kernel", "tile"]
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def norm_kernel(
 
 
 @triton.jit
-def _tile(n, k, TILE: tl.constexpr):
+def tile(n, k, TILE: tl.constexpr):
     """Return rows and columns, as x counts them, of this program's tile."""
     across = tl.cdiv(k, TILE)
     i = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
@@ -219,7 +219,7 @@ def gather_kernel(
     """Fill x with what is to be orthogonalised of the matrices `first`, `first` + 1, ..."""
     batch = tl.program_id(1)
     tensor = first + batch
-    i, j = _tile(n, k, TILE)
+    i, j = tile(n, k, TILE)
     peak, norm = tl.load(peaks + tensor), tl.load(norms + tensor)
     if tl.load(tall + tensor):
         offsets = j[:, None] * n + i[None, :]
@@ -316,7 +316,7 @@ def tail_kernel(
     """
     batch = tl.program_id(1)
     tensor = first + batch
-    i, j = _tile(n, k, TILE)
+    i, j = tile(n, k, TILE)
     if ON_DEVICE:
         ratio = tl.load(ratio)
         scale = tl.load(scale)

@@ -8,19 +8,21 @@ sent anew.
 import contextlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, check_shapes, mark_changed
+from torchpisa.kernels.misa import ConsensusJob
 from torchpisa.kernels.optional import without_triton
 from torchpisa.kernels.triton import table
 from torchpisa.kernels.triton.table import Launch, Matrices, Row
 from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
 from torchpisa.state_keys import state_key
 
-__all__ = ["Plan", "Plans", "find", "find_consensus", "obstacle"]
+__all__ = ["MisaPlan", "Plan", "Plans", "find", "find_consensus", "find_misa", "obstacle"]
 
 # Where the kernels run; tests add the CPU, for Triton's interpreter.
 DEVICES = ["cuda"]
@@ -104,7 +106,33 @@ class Plan:
         mark_changed(member.param for member in members)
 
 
+@dataclass
+class MisaPlan(Plan):
+    """The launches of a consensus of MISA; see `kernels.misa.ConsensusKernel`."""
+
+    def consensus_step(self, job: ConsensusJob) -> None:
+        """Take the consensus."""
+        from torchpisa.kernels.triton import launch
+
+        for each in self.launches:
+            with _on(each.kind.device):
+                launch.misa_step(job, each)
+        mark_changed(member.param for member in job.members)
+        self.copies.clear()
+
+    def residual_norms(self, job: ConsensusJob) -> list[Tensor]:
+        """Return the norm of r."""
+        from torchpisa.kernels.triton import launch
+
+        norms = []
+        for each in self.launches:
+            with _on(each.kind.device):
+                norms.append(launch.misa_norm(job, each))
+        return norms
+
+
 Plans = dict[Hashable, Plan]
+_P = TypeVar("_P", bound=Plan)
 
 
 def find(
@@ -140,16 +168,9 @@ def find(
     for param, grad, state, _ in members:
         assert grad is not None
         tensors = [state[name] for name in (*keys[:2], "pending") if name in state]
-        for tensor in (grad, *tensors):
-            if tensor.dtype not in _DTYPES:
-                kind = "gradient" if tensor is grad else "state"
-                return f"a {kind} is of {tensor.dtype}, not float32, bfloat16 or float16"
-        if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-            return "state of one parameter is of several dtypes"
-        if any(tensor.stride() != param.stride() for tensor in tensors):
-            return "state is laid out in another way than its parameter"
-        if any(tensor.device != param.device for tensor in (grad, *tensors)):
-            return "a gradient or state is on another device than its parameter"
+        reason = _mismatch(param, grad, tensors)
+        if reason is not None:
+            return reason
         # Where the kernels can count, for good; elsewhere it would have to be sent every time.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
     rows, copies = _local_rows(members, *keys)
@@ -160,7 +181,7 @@ def find(
         params = [member.param for member in members]
         shapes = [(param.size(0), param.numel() // param.size(0)) for param in params]
         matrices = Matrices(shapes, (preconditioner.dtype or torch.float32).itemsize)
-    plan = plans[key] = _refreshed(plan, rows, glance, matrices)
+    plan = plans[key] = _refreshed(plan, rows, glance, matrices, Plan)
     for launch in plan.launches:
         launch.steps = [members[number].state[keys[2]] for number in launch.order]
     plan.copies = copies
@@ -190,8 +211,81 @@ def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Pl
         addresses = (param.data_ptr(), 0, 0, 0, pending.data_ptr(), 0)
         kind = param.device, param.dtype, param.dtype, pending.dtype, False
         rows.append((*addresses, param.numel(), *kind))
-    plan = plans[key] = _refreshed(plan, rows, glance, None)
+    plan = plans[key] = _refreshed(plan, rows, glance, None, Plan)
     return plan
+
+
+def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
+    """Return the plan for a consensus of MISA, or the reason why there is none."""
+    memory = "rows" if job.matrix else "moment"
+    plan = plans.get(key)
+    glance = _misa_glance(job, memory)
+    if isinstance(plan, MisaPlan) and glance == plan.glance and not _capturing(plan.launches):
+        return plan
+    members = job.members
+    params = [member.param for member in members]
+    reason = obstacle(params, None) or (_not_row_by_row(params) if job.matrix else None)
+    if reason is not None:
+        return reason
+    if job.matrix and members[0].whole is not None:
+        return "matrices are sharded, so they have to be brought together first"
+    check_shapes(members, ("dual", "moment"))
+    rows: list[Row] = []
+    copies: list[Tensor] = []
+    for member, given in zip(members, job.grads, strict=True):
+        param, state = member.param, member.state
+        dual, kept = state["dual"], state.get(memory, state["dual"])
+        reason = _mismatch(param, given, [dual] if job.matrix else [dual, kept])
+        if reason is not None:
+            return reason
+        if kept.dtype != dual.dtype:
+            return "state of one parameter is of several dtypes"
+        state["step"] = state["step"].to(param.device, torch.float32, non_blocking=True)
+        grad = _laid_out_like(param, given, copies)
+        addresses = (param, grad, dual, kept)
+        rows.append(
+            (
+                *(tensor.data_ptr() for tensor in addresses),
+                0,
+                state["step"].data_ptr(),
+                param.numel(),
+                param.device,
+                param.dtype,
+                grad.dtype,
+                dual.dtype,
+                False,
+            )
+        )
+    matrices = None
+    if job.matrix:
+        dtype = newton_schulz.dtype_for(job.settings["ns_dtype"], params) or torch.float32
+        shapes = [(param.size(0), param.numel() // param.size(0)) for param in params]
+        matrices = Matrices(shapes, dtype.itemsize)
+    glance = [] if copies else _misa_glance(job, memory)
+    known = plan if isinstance(plan, MisaPlan) else None
+    plan = plans[key] = found = _refreshed(known, rows, glance, matrices, MisaPlan)
+    for launch in found.launches:
+        launch.steps = [members[number].state["step"] for number in launch.order]
+    found.copies = copies
+    return found
+
+
+def _misa_glance(job: ConsensusJob, memory: str) -> list[Row]:
+    """Return as little as tells that the table still holds, see `_glance`."""
+    return [
+        (
+            param.data_ptr(),
+            grad.data_ptr(),
+            state["dual"].data_ptr(),
+            state[memory].data_ptr() if memory in state else 0,
+            state["step"].data_ptr(),
+            param.numel(),
+            grad.dtype,
+            grad.is_contiguous() or grad.stride(),
+            job.settings["ns_dtype"] if job.matrix else None,
+        )
+        for (param, _, state, _), grad in zip(job.members, job.grads, strict=True)
+    ]
 
 
 def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) -> str | None:
@@ -209,12 +303,45 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) ->
         # What torch allocates for dense tensors has their strides.
         if torch.empty_like(param, device="meta").stride() != param.stride():
             return f"{kind} has gaps or overlaps in memory"
-        if isinstance(preconditioner, NewtonSchulz):
-            if param.dim() < 2 or param.stride(0) != max(param.stride()):
-                return f"{kind} is not stored row by row"
-            if param.numel() >= 2**31:
-                return f"{kind} has more than 2^31 elements"
+    if isinstance(preconditioner, NewtonSchulz):
+        reason = _not_row_by_row(params)
+        if reason is not None:
+            return reason
     return without_triton() if params else None
+
+
+def _not_row_by_row(params: Sequence[Tensor]) -> str | None:
+    """Return why parameters cannot be taken as matrices; None if they can."""
+    for param in params:
+        kind = f"a parameter of shape {tuple(param.shape)}"
+        if param.dim() < 2 or param.stride(0) != max(param.stride()):
+            return f"{kind} is not stored row by row"
+        if param.numel() >= 2**31:
+            return f"{kind} has more than 2^31 elements"
+    return None
+
+
+def _mismatch(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> str | None:
+    """Return why a gradient and state shaped like its parameter have no place in a table."""
+    for tensor in (grad, *states):
+        if tensor.dtype not in _DTYPES:
+            kind = "gradient" if tensor is grad else "state"
+            return f"a {kind} is of {tensor.dtype}, not float32, bfloat16 or float16"
+    if any(tensor.dtype != states[0].dtype for tensor in states):
+        return "state of one parameter is of several dtypes"
+    if any(tensor.stride() != param.stride() for tensor in states):
+        return "state is laid out in another way than its parameter"
+    if any(tensor.device != param.device for tensor in (grad, *states)):
+        return "a gradient or state is on another device than its parameter"
+    return None
+
+
+def _laid_out_like(param: Tensor, grad: Tensor, copies: list[Tensor]) -> Tensor:
+    """Return the gradient, or a copy laid out like its parameter, which is noted in `copies`."""
+    if (grad.is_contiguous() and param.is_contiguous()) or grad.stride() == param.stride():
+        return grad
+    copies.append(torch.empty_like(param, dtype=grad.dtype).copy_(grad))
+    return copies[-1]
 
 
 def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> list[Row]:
@@ -245,14 +372,10 @@ def _local_rows(
     members: Sequence[Member], dual: str, memory: str, step: str
 ) -> tuple[list[Row], list[Tensor]]:
     rows: list[Row] = []
-    copies = []
+    copies: list[Tensor] = []
     for param, grad, state, _ in members:
         assert grad is not None
-        if not (grad.is_contiguous() and param.is_contiguous()) and (
-            grad.stride() != param.stride()
-        ):
-            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-            copies.append(grad)
+        grad = _laid_out_like(param, grad, copies)
         dual_tensor = state[dual]
         rows.append(
             (
@@ -274,11 +397,12 @@ def _local_rows(
 
 
 def _refreshed(
-    plan: Plan | None,
+    plan: _P | None,
     rows: list[Row],
     glance: list[Row],
     matrices: Matrices | None,
-) -> Plan:
+    kind: type[_P],
+) -> _P:
     """Return `plan` with new addresses if it has the same tensors otherwise, else a new one."""
     if plan is not None and not _capturing(plan.launches):
         same = [row[table.SIZE :] for row in rows] == [row[table.SIZE :] for row in plan.rows]
@@ -289,7 +413,7 @@ def _refreshed(
             return plan
     # A graph must find its own table at every replay, whatever steps are taken beside it.
     captured = [] if plan is None else plan.captured
-    return Plan(rows, glance, table.build(rows, matrices, captured), captured)
+    return kind(rows, glance, table.build(rows, matrices, captured), captured)
 
 
 def _capturing(launches: Sequence[Launch]) -> bool:

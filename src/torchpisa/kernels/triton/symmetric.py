@@ -1,7 +1,7 @@
-"""Products of a matrix with its own transpose, at half of the work.
+"""Products that are symmetric, at half of the work.
 
-Newton-Schulz needs A = X X^T and a I + b A + c A A, and both are symmetric. Only the tiles on and
-below the diagonal are computed; each is written twice, as it is and mirrored.
+Newton-Schulz needs A = X X^T and polynomials in A, whose products are symmetric too. Only the tiles
+on and below the diagonal are computed; each is written twice, as it is and mirrored.
 """
 
 from dataclasses import dataclass
@@ -50,17 +50,19 @@ def symmetric_product(
     x: Tensor,
     out: Tensor,
     *,
+    other: Tensor | None = None,
     addend: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
     diagonal: float = 0.0,
     how: TileLaunch | None = None,
 ) -> Tensor:
-    """Write alpha x x^T + beta addend + diagonal I to `out`, with sums in float32, and return it.
+    """Write alpha x other^T + beta addend + diagonal I to `out`, with sums in float32; return it.
 
     Args:
         x: c matrices, (c, n, k), of dtype bfloat16, float16 or float32.
-        out: (c, n, n), other memory than `x`.
+        out: (c, n, n), other memory than `x` and `other`.
+        other: like `x`, and such that x other^T is symmetric; `x` by default.
         addend: symmetric matrices, (c, n, n); may be `out`.
         alpha: factor of the product.
         beta: factor of the addend.
@@ -70,6 +72,8 @@ def symmetric_product(
     c, n, k = x.shape
     _check("x", x, (c, n, k), x.dtype)
     _check("out", out, (c, n, n), x.dtype)
+    other = x if other is None else other
+    _check("other", other, (c, n, k), x.dtype)
     if addend is not None:
         _check("addend", addend, (c, n, n), x.dtype)
     how = how or launch(n, k, x.dtype)
@@ -91,12 +95,12 @@ def symmetric_product(
         "num_stages": how.stages,
     }
     with torch.cuda.device(x.device if x.is_cuda else -1):
-        if how.tma and _describable(x):
-            flat = x.view(c * n, k)
-            a, b = (_descriptor(flat, size, how.depth) for size in (how.rows, how.cols))
+        if how.tma and _describable(x) and _describable(other):
+            a = _descriptor(x.view(c * n, k), how.rows, how.depth)
+            b = _descriptor(other.view(c * n, k), how.cols, how.depth)
             _by_descriptor[(c * tiles,)](a, b, **arguments)
         else:
-            _by_pointer[(c * tiles,)](x, **arguments, EVEN=k % how.depth == 0)
+            _by_pointer[(c * tiles,)](x, other, **arguments, EVEN=k % how.depth == 0)
     return out
 
 
@@ -132,6 +136,7 @@ def _descriptor(flat: Tensor, rows: int, depth: int) -> Any:
 @triton.jit
 def _by_pointer(
     x,
+    other,
     out,
     addend,
     n,
@@ -152,9 +157,9 @@ def _by_pointer(
     rows = ((i * ROWS + tl.arange(0, ROWS)) % n).to(tl.int64)
     cols = ((j * COLS + tl.arange(0, COLS)) % n).to(tl.int64)
     depth = tl.arange(0, DEPTH)
-    x += batch.to(tl.int64) * n * k
-    a = x + rows[:, None] * k + depth[None, :]
-    b = x + cols[:, None] * k + depth[None, :]
+    first = batch.to(tl.int64) * n * k
+    a = x + first + rows[:, None] * k + depth[None, :]
+    b = other + first + cols[:, None] * k + depth[None, :]
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for start in range(0, k, DEPTH):
         if EVEN:
