@@ -4,7 +4,7 @@
 parameters that are all matrices to be orthogonalised, or none of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,14 @@ from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.foreach import Tensors, blocks, like, scalars, write_back
 from torchpisa.kernels.job import Member, real
 from torchpisa.kernels.rounding import store
+from torchpisa.preconditioners.consensus import Stage
 
 __all__ = ["ConsensusJob", "foreach_step", "loop_step"]
 
 # State that is rounded when it is stored.
 _LARGE = ("dual", "rows", "moment")
+# How much more a stage has in memory at once than the orthogonalisation of the same matrices.
+_STAGE_COPIES = 3
 
 
 @dataclass(slots=True)
@@ -36,6 +39,7 @@ class ConsensusJob:
         settings: their group.
         lr: the learning rate.
         weight_decay: what of it they have.
+        round: rounds that are done, known to the host.
         keep: nothing changes if this is False; None for True.
     """
 
@@ -45,6 +49,7 @@ class ConsensusJob:
     settings: Mapping[str, Any]
     lr: Scalar
     weight_decay: float
+    round: int
     keep: Tensor | None
 
 
@@ -65,6 +70,12 @@ def loop_step(job: ConsensusJob) -> None:
                 u, r, state["moment"], step, settings["beta"], settings["eps"]
             )
         else:
+            if settings["before"] is not None:
+                (staged,), of_stage = _through_stage(job, [member], [u], [grad])
+                u = staged
+                for key, (value,) in of_stage.items():
+                    stored[key], new[key] = member.state[key], value
+                    state[key] = stored[key].to(value.dtype)
             (o,) = _orthogonalized(settings, [member], [u])
             if settings["row_beta"] is None:
                 p = misa.match_rms(o, *_shape(member))
@@ -114,6 +125,8 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     params, duals, grads = columns
     settings, members = job.settings, job.members
     _, us = _average(job, duals, grads)
+    if settings["before"] is not None:
+        us = _staged(job, us)
     os = _orthogonalized(settings, members, us)
     shaped = [o.view_as(u) for o, u in zip(os, us, strict=True)]
     if settings["row_beta"] is None:
@@ -135,6 +148,46 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     torch._foreach_add_(roots, scalars(settings["eps"], roots[0]))
     torch._foreach_div_(shaped, roots)
     _move(job, params, shaped, misa.RMS)
+
+
+def _staged(job: ConsensusJob, us: Tensors) -> Tensors:
+    """Return what the stage before the orthogonalisation makes of U, and update its state."""
+    shapes = [_shape(member) for member in job.members]
+    most = newton_schulz.CHUNK_BYTES // _STAGE_COPIES
+    staged = list(us)
+    for chunk in newton_schulz.chunks(shapes, us[0].element_size(), most):
+        members = [job.members[index] for index in chunk.indexes]
+        tensors = ([column[index] for index in chunk.indexes] for column in (us, job.grads))
+        results, new = _through_stage(job, members, *tensors)
+        for index, result in zip(chunk.indexes, results, strict=True):
+            staged[index] = result
+        for key, values in new.items():
+            for member, value in zip(members, values, strict=True):
+                store(member.state[key], value, job.settings["stochastic_rounding"])
+    return staged
+
+
+def _through_stage(
+    job: ConsensusJob, members: Sequence[Member], us: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Apply the stage to matrices of one shape up to transposition.
+
+    Returns:
+        What it makes of each U, and what is new in their state, stacked.
+    """
+    stage: Stage = job.settings["before"]
+    matrices = [u.flatten(1) for u in us]
+    tall = [matrix.size(0) > matrix.size(1) for matrix in matrices]
+
+    def stacked(tensors: Iterable[Tensor]) -> Tensor:
+        pairs = zip(tensors, tall, strict=True)
+        return torch.stack([each.mT if is_tall else each for each, is_tall in pairs])
+
+    state = {name: torch.stack([member.state[name] for member in members]) for name in stage.names}
+    batch = stacked(matrices), stacked(grad.flatten(1) for grad in grads)
+    changed, new = stage.apply(*batch, state, job.round)
+    pairs = zip(us, changed, tall, strict=True)
+    return [(x.mT if is_tall else x).reshape(u.shape) for u, x, is_tall in pairs], new
 
 
 def _average(job: ConsensusJob, duals: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
@@ -169,10 +222,17 @@ def _orthogonalized(
     if isinstance(dtype, str):
         dtype = newton_schulz.fast_dtype([member.origin for member in members])
 
-    def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
+    def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
         if settings["foreach"] is False:
             return [nsisa.newton_schulz(each, settings["ns_steps"], dtype) for each in matrices]
         return newton_schulz.orthogonalize(matrices, settings["ns_steps"], dtype)
+
+    def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
+        if not settings["damping"]:
+            return orthogonalize(matrices)
+        damped = orthogonalize([misa.damp(each, settings["damping"]) for each in matrices])
+        pairs = zip(damped, matrices, strict=True)
+        return [o[: u.size(0), : u.size(1)].contiguous() for o, u in pairs]
 
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor

@@ -19,12 +19,13 @@ from torchpisa.optim.nonfinite import verdict
 from torchpisa.optim.optimizer import RoundOptimizer, names_of
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
 from torchpisa.optim.round import Group
+from torchpisa.preconditioners.consensus import Stage
 
 __all__ = ["MISA"]
 
 # Settings that are floats, also where an integer was given.
 _FLOATS: Group = dict.fromkeys(
-    ("lr", "momentum", "weight_decay", "look_ahead", "row_beta", "beta", "eps"), 0.0
+    ("lr", "momentum", "weight_decay", "look_ahead", "row_beta", "damping", "beta", "eps"), 0.0
 )
 
 
@@ -63,6 +64,12 @@ class MISA(RoundOptimizer):
             biases and the weights of norms. Steps of matrices do not shrink with their gradients,
             so in long trainings without normalisation layers this is what keeps them in bounds.
         look_ahead: \(c \ge 1\). 2 is the paper's consensus, `1 + momentum` Nesterov momentum.
+        before: what happens to the U of a matrix before it is orthogonalised, a stage of
+            `torchpisa.preconditioners.consensus`: `Whiten()`, `EigenbasisMoment()`, or None for
+            nothing. Stages have state of their own, and take no sharded parameters.
+        damping: \(\tau \ge 0\), orthogonalise less sharply: a singular value s of U becomes
+            \(s / \sqrt{s^2 + \tau^2}\), \(\tau\) as a multiple of their root mean square, instead
+            of 1.
         row_beta: how much of the rows' mean squares is kept, in [0, 1); None to leave rows as they
             are, which with `look_ahead=1 + momentum` is Muon.
         beta: how much of the second moment of what is not a matrix is kept, in (0, 1).
@@ -116,6 +123,8 @@ class MISA(RoundOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.1,
         look_ahead: float = 2.0,
+        before: Stage | None = None,
+        damping: float = 0.0,
         row_beta: float | None = 0.95,
         beta: float = 0.99,
         eps: float = 1e-8,
@@ -195,7 +204,7 @@ class MISA(RoundOptimizer):
             _clip(reached, gradients, clip)
         for group, of_group, grads in zip(groups, reached, gradients, strict=True):
             if self.batches == 1:
-                _move(group, of_group, grads, keep)
+                _move(group, of_group, grads, self.iteration, keep)
                 continue
             for member, grad in zip(of_group, grads, strict=True):
                 self._accumulate(member, grad, group["weights"][slot], keep)
@@ -228,7 +237,7 @@ class MISA(RoundOptimizer):
                 sums.append(total.sub_(dual, alpha=absent) if absent else total)
                 del member.state["pending"]
             if reached:
-                _move(group, reached, sums, keep)
+                _move(group, reached, sums, self.iteration, keep)
 
     # Groups and state
 
@@ -246,21 +255,43 @@ class MISA(RoundOptimizer):
             state: Group = {"dual": torch.zeros_like(param, dtype=dtype, requires_grad=False)}
             if not _is_orthogonalized(param, group, names[id(param)]):
                 state["moment"] = torch.zeros_like(state["dual"])
-            elif group["row_beta"] is not None:
-                # (rows, 1, ...), so that it is sharded with the rows of its parameter.
-                narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
-                state["rows"] = state["dual"][narrow].clone()
+            else:
+                if group["row_beta"] is not None:
+                    # (rows, 1, ...), so that it is sharded with the rows of its parameter.
+                    narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
+                    state["rows"] = state["dual"][narrow].clone()
+                if group["before"] is not None:
+                    shape = sorted((param.size(0), param.numel() // param.size(0)))
+                    state.update(group["before"].init_state(*shape, state["dual"]))
             device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             return state
 
         return make
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state.get("param_groups", ()):  # pickled by a version that had no stages
+            group.setdefault("before", None)
+            group.setdefault("damping", 0.0)
+        super().__setstate__(state)
+
     def _check_group(self, group: Group) -> None:
         check_range("lr", group["lr"], 0, high_open=True)
         check_range("momentum", group["momentum"], 0, 1, high_open=True)
         check_range("weight_decay", group["weight_decay"], 0, high_open=True)
         check_range("look_ahead", group["look_ahead"], 1, high_open=True)
+        before = group["before"]
+        if not (before is None or isinstance(before, Stage)):
+            raise ValueError(
+                "before must be None or a stage of torchpisa.preconditioners.consensus, such as "
+                f"Whiten(), got {before!r}"
+            )
+        if before is not None and group["capturable"]:
+            raise ValueError(
+                f"before must be None with capturable=True, got {before!r}: its refreshes are not "
+                "the same in every round, and a CUDA graph replays one round"
+            )
+        check_range("damping", group["damping"], 0, high_open=True)
         if group["row_beta"] is not None:
             check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
         check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
@@ -292,13 +323,16 @@ class MISA(RoundOptimizer):
         return {**state_dict, "param_groups": groups}
 
 
-def _move(group: Group, members: list[Member], grads: list[Tensor], keep: Tensor | None) -> None:
+def _move(
+    group: Group, members: list[Member], grads: list[Tensor], round: int, keep: Tensor | None
+) -> None:
     """Take the consensus for some parameters of a group.
 
     Args:
         group: the group.
         members: the parameters.
         grads: their gradients, added up over the batches, in the dtype to compute in.
+        round: rounds that are done.
         keep: nothing changes if this is False; None for True.
     """
     many = keep is None and many_at_once(group, members)
@@ -315,7 +349,7 @@ def _move(group: Group, members: list[Member], grads: list[Tensor], keep: Tensor
         own_grads.append(grad)
     for (matrix, decays, *_), (alike_members, own_grads) in alike.items():
         decay = float(group["weight_decay"]) if decays else 0.0
-        step(ConsensusJob(alike_members, own_grads, matrix, group, lr, decay, keep))
+        step(ConsensusJob(alike_members, own_grads, matrix, group, lr, decay, round, keep))
 
 
 def _gradient(member: Member, group: Group, scale: Tensor | None) -> Tensor:
@@ -360,7 +394,18 @@ def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:
 
 
 def _check_matrices(group: Group) -> None:
-    for param in group["params"]:
+    pairs = zip(group["params"], names_of(group), strict=True)
+    for param, name in pairs:
+        if (
+            group["before"] is not None
+            and hasattr(param, "full_tensor")
+            and _is_orthogonalized(param, group, name)
+        ):
+            raise ValueError(
+                f"before must be None for sharded parameters, got {group['before']!r} for one of "
+                f"shape {tuple(param.shape)}: its state belongs to whole matrices. Replicate them "
+                "(DistributedDataParallel), or leave `before` out"
+            )
         if group["matrix"] and not is_matrix(param):
             raise ValueError(
                 "matrix must be None or False for parameters that are not real matrices, "
