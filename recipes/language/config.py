@@ -1,7 +1,7 @@
 """The presets and their runs; every trial of every optimizer is named here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipes import grid
@@ -22,17 +22,27 @@ class Trial:
             many sequences from each.
         tried: how many settings were tried to find this one, itself included; the report adds
             them up.
+        seed: of the first weights; None for the configuration's.
     """
 
     choice: Choice
     label: str
     batches: int = 1
     tried: int = 1
+    seed: int | None = None
 
 
-def trial(name: str, batches: int = 1, label: str = "", tried: int = 1, **settings: Any) -> Trial:
+def trial(
+    name: str,
+    batches: int = 1,
+    label: str = "",
+    tried: int = 1,
+    seed: int | None = None,
+    **settings: Any,
+) -> Trial:
     """Return the defaults of an optimizer with some settings changed, which make the label."""
-    return Trial(choose(name, **settings), label or name_of(name, settings), batches, tried)
+    choice = choose(name, **settings)
+    return Trial(choice, label or name_of(name, settings), batches, tried, seed)
 
 
 def name_of(name: str, settings: Mapping[str, Any]) -> str:
@@ -100,6 +110,45 @@ PILOT = (
     trial("misa", rest="own", lr=3.6e-3, row_beta=None),
 )
 
+# The comparison of stages. Learning rate and momentum of Muon and of MISA are the best of the above
+# trials; 3.6e-3 for matrices beside AdamW is Muon's 0.02 in MISA's terms.
+MUON = {"lr": 0.02, "momentum": 0.8, "tried": 6}
+MISA = {"rest": "own", "lr": 3e-3, "momentum": 0.85}
+BESIDE_ADAMW = {"lr": 3.6e-3, "momentum": 0.85}
+WHITEN = {"stage": "whiten", "power": 0.25, "every": 10}
+ONE_SIDE = {"stage": "eigenbasis", "sides": "smaller", "every": 5}
+BOTH_SIDES = {"stage": "eigenbasis", "sides": "both", "every": 5}
+ONCE = {
+    "misa_whiten": trial("misa", before=WHITEN, **MISA),
+    "misa_both_sides": trial("misa", before=BOTH_SIDES, **MISA),
+    "muon": trial("muon", **MUON),
+    "soap_muon": trial("soap_muon", before=BOTH_SIDES, **BESIDE_ADAMW),
+    "misa_one_side": trial("misa", before=ONE_SIDE, **MISA),
+    "misa": trial("misa", tried=7, **MISA),
+    "normuon": trial("normuon", **BESIDE_ADAMW),
+    "muon_rest_misa": trial("muon", rest="misa", **MUON),
+    "misa_all": trial("misa", before=BOTH_SIDES, damping=0.05, **MISA),
+}
+AGAIN = {  # another setting each
+    "misa_whiten_half": trial("misa", before={**WHITEN, "power": 0.5}, **MISA),
+    "misa_both_sides_lr3.6": trial("misa", before=BOTH_SIDES, **{**MISA, "lr": 3.6e-3}),
+    "soap_muon_lr3": trial("soap_muon", before=BOTH_SIDES, **{**BESIDE_ADAMW, "lr": 3e-3}),
+    "misa_one_side_lr3.6": trial("misa", before=ONE_SIDE, **{**MISA, "lr": 3.6e-3}),
+    "normuon_lr3": trial("normuon", **{**BESIDE_ADAMW, "lr": 3e-3}),
+}
+# A queue that may be cut anywhere: all once, two more seeds of those that are expected to win, and
+# of what they are held against, the other settings, and then the other seeds.
+WINNERS, RIVALS = ("misa_whiten", "misa_both_sides"), ("soap_muon", "muon")
+QUEUE = dict.fromkeys(
+    [
+        *((name, 0) for name in ONCE),
+        *((name, seed) for names in (WINNERS, RIVALS) for seed in (1, 2) for name in names),
+        *((name, 0) for name in AGAIN),
+        *((name, seed) for seed in (1, 2) for name in (*ONCE, *AGAIN)),
+    ]
+)
+STAGES = tuple(replace((ONCE | AGAIN)[name], label=name, seed=seed) for name, seed in QUEUE)
+
 # First guesses, but for SISA's: it is the one that needs care here.
 QUICK = (
     trial("adamw", lr=3e-3, warm_up=20),
@@ -120,6 +169,12 @@ PRESETS = {
         *("gpt2", "gutenberg", PILOT),
         **{"steps": 320, "sequences": 64, "micro": 16, "validation": 512},
         **{"validate_every": 40, "log_every": 10, "save_every": 80},
+    ),
+    # The same, validated less often.
+    "stages": Config(
+        *("gpt2", "gutenberg", STAGES),
+        **{"steps": 320, "sequences": 64, "micro": 16, "validation": 512},
+        **{"validate_every": 80, "log_every": 10, "save_every": 80},
     ),
 }
 
@@ -160,8 +215,9 @@ def label(trial: str, batches: int, seed: int) -> str:
 def plan(config: Config) -> dict[str, Settings]:
     """Return all runs by name."""
     shared = shared_settings(config, Settings)
-    runs = [
-        Settings(label=trial.label, choice=trial.choice, batches=trial.batches, **shared)
-        for trial in config.trials
-    ]
+    runs = []
+    for trial in config.trials:
+        seed = config.seed if trial.seed is None else trial.seed
+        own = {"choice": trial.choice, "batches": trial.batches, "seed": seed}
+        runs.append(Settings(label=trial.label, **{**shared, **own}))
     return {run.name: run for run in runs}

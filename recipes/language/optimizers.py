@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import torchpisa
 from torchpisa.optim.param_groups import split
+from torchpisa.preconditioners.consensus import EigenbasisMoment, Stage, Whiten
 
 __all__ = ["DEFAULTS", "NAMES", "TITLES", "WARM_DOWN"]
 __all__ += ["Choice", "Team", "build", "choose", "factor", "missing_requirement", "state_bytes"]
@@ -26,8 +27,8 @@ class Choice:
         name: of the optimizer, one of `NAMES`.
         options: its arguments.
         rest: who takes the embedding where the optimizer is for matrices: `"adamw"`, as in
-            the published GPT-2 script, or `"own"`, the optimizer itself by its rule for what is not
-            a matrix.
+            the published GPT-2 script, `"own"`, the optimizer itself by its rule for what is not
+            a matrix, or beside Muon `"misa"`, MISA by that rule.
         rest_lr: of AdamW in that case.
         warm_up: steps over which the learning rate rises.
         warm_down: the last part of the steps, over which it falls linearly to zero.
@@ -49,6 +50,8 @@ TITLES = {
     "sisa": "SISA",
     "nsisa": "NSISA",
     "misa": "MISA",
+    "normuon": "NorMuon",
+    "soap_muon": "SOAP-Muon",
 }
 NAMES = tuple(TITLES)
 
@@ -71,7 +74,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"aspect_scaling": True, "dual_decay": 0.25},
     },
     "misa": {"weight_decay": 0.0},
+    # Nesterov momentum and nothing of ours but the code: matrices as published, beside AdamW. Rows
+    # are normalised in both, because SOAP-Muon is better with it.
+    "normuon": {"weight_decay": 0.0, "row_beta": 0.95},
+    "soap_muon": {
+        **{"weight_decay": 0.0, "row_beta": 0.95},
+        "before": {"stage": "eigenbasis", "sides": "both"},
+    },
 }
+# What `before` may name.
+STAGES = {"whiten": Whiten, "eigenbasis": EigenbasisMoment}
+# MISA's rule for what is not a matrix, beside Muon: its best setting of the pilot.
+REST_MISA = {"lr": 3e-3, "momentum": 0.85, "weight_decay": 0.0}
 
 
 def choose(
@@ -190,8 +204,6 @@ def missing_requirement(choice: Choice) -> str | None:
         return "soap needs pytorch_optimizer: pip install pytorch_optimizer"
     if choice.name == "muon" and not hasattr(torch.optim, "Muon"):
         return f"muon needs torch 2.9 or newer, got {torch.__version__}"
-    if choice.name == "misa" and not hasattr(torchpisa, "MISA"):
-        return f"misa needs a torchpisa that has MISA, got {torchpisa.__version__}"
     return None
 
 
@@ -211,8 +223,9 @@ def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
     reason = missing_requirement(choice)
     if reason is not None:
         raise ImportError(reason)
-    if choice.rest not in ("adamw", "own"):
-        raise ValueError(f"rest must be 'adamw' or 'own', got {choice.rest!r}")
+    legal = ("adamw", "misa") if choice.name == "muon" else ("adamw", "own")
+    if choice.rest not in legal:
+        raise ValueError(f"rest must be {' or '.join(map(repr, legal))}, got {choice.rest!r}")
     return BUILDERS[choice.name](choice, model, batches)
 
 
@@ -240,6 +253,11 @@ def build_adamw(choice: Choice, model: nn.Module, batches: int) -> Team:
 
 
 def build_muon(choice: Choice, model: nn.Module, batches: int) -> Team:
+    if choice.rest == "misa":
+        matrices, rest = split_matrices(model)
+        group = {"params": rest, "matrix": False}
+        misa = torchpisa.MISA([group], **REST_MISA, batches=batches, **COMMON)
+        return Team([misa], [torch.optim.Muon(matrices, **choice.options)], batches)
     return Team([], beside_adamw(torch.optim.Muon, choice, model), batches)
 
 
@@ -276,9 +294,24 @@ def build_nsisa(choice: Choice, model: nn.Module, batches: int) -> Team:
 
 
 def build_misa(choice: Choice, model: nn.Module, batches: int) -> Team:
-    from torchpisa import MISA
+    options = {**choice.options, "before": stage(choice.options.get("before"))}
+    return build_matrix(torchpisa.MISA, replace(choice, options=options), model, batches)
 
-    return build_matrix(MISA, choice, model, batches)
+
+def build_nesterov(choice: Choice, model: nn.Module, batches: int) -> Team:
+    """Build MISA with the momentum of Muon."""
+    options = {"look_ahead": 1 + choice.options.get("momentum", 0.9), **choice.options}
+    return build_misa(replace(choice, options=options), model, batches)
+
+
+def stage(setting: Mapping[str, Any] | None) -> Stage | None:
+    """Build what MISA does before it orthogonalises, from its name and its arguments."""
+    if setting is None:
+        return None
+    name, arguments = setting["stage"], {k: v for k, v in setting.items() if k != "stage"}
+    if name not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {name!r}")
+    return STAGES[name](**arguments)
 
 
 BUILDERS: dict[str, Callable[[Choice, nn.Module, int], Team]] = {
@@ -288,4 +321,6 @@ BUILDERS: dict[str, Callable[[Choice, nn.Module, int], Team]] = {
     "sisa": build_sisa,
     "nsisa": build_nsisa,
     "misa": build_misa,
+    "normuon": build_nesterov,
+    "soap_muon": build_nesterov,
 }

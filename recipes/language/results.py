@@ -29,6 +29,7 @@ def condense(log: dict[str, Any]) -> dict[str, Any]:
         "optimizer_ms": round(statistics.median(times), 3) if times else None,
         "step_ms": round(step_ms(log), 2),
         "state_bytes": log["state_bytes"][-1],
+        "peak_bytes": log.get("peak_bytes", [None])[-1],
         "elapsed": log["elapsed"][-1],
         **{name: log[name] for name in CURVES},
     }

@@ -3,7 +3,8 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from recipes.language import optimizers, tokens
 from recipes.language.config import Config, Settings
-from recipes.language.model import SIZES, Sizes, build
+from recipes.language.model import GPT2, SIZES, Sizes, build
 from recipes.recipe import Line
 from recipes.training import Training, finite_or_none, run_training
 
@@ -38,7 +39,8 @@ def run(
         settings: of the run.
         device: where.
         data: the data folder.
-        compile: whether torch.compile compiles the model.
+        compile: whether torch.compile compiles the model, once for all runs of a process, which
+            then have to follow each other.
         checkpoints: folder to save in and to resume from; None for neither. The file of a run is
             removed when it is done.
     """
@@ -69,10 +71,18 @@ class LanguageTraining(Training):
         self.data = tokens.Batches(train, settings.batches, share, *shape)
         held_out = tokens.windows(validation, 0, settings.validation, *shape)
         self.validation = torch.from_numpy(held_out).to(device)
-        self.model = build(sizes, settings.seed).to(device)
+        if device.type == "cuda":  # products of float32 are the optimizers' only
+            torch.set_float32_matmul_precision("high")
+            torch.cuda.reset_peak_memory_stats(device)
+        self.forward: Callable[..., Tensor]
+        if compile:
+            self.model, self.forward = compiled_model(settings.model, str(device))
+            self.model.load_state_dict(first_weights(settings.model, settings.seed))
+            self.model.zero_grad()
+        else:
+            self.forward = self.model = build(sizes, settings.seed).to(device)
         self.team = optimizers.build(settings.choice, self.model, settings.batches)
         self.micro = settings.micro or micro_batch(sizes, share, device)
-        self.forward = torch.compile(self.model) if compile else self.model
         self.stopwatch = Stopwatch(device)
         self._since = time.perf_counter()
         self._logged = 0  # the step of the last line
@@ -151,6 +161,7 @@ class LanguageTraining(Training):
             "elapsed": round(self.elapsed, 3),
             "optimizer_ms": round(self.stopwatch.total() / rounds, 4) if rounds else None,
             "state_bytes": optimizers.state_bytes(self.team),
+            "peak_bytes": self.peak_bytes(),
             "diverged": any(not x <= bound for x in losses),  # true for NaN as well
         }
         self._logged = self.done
@@ -158,10 +169,33 @@ class LanguageTraining(Training):
         self._since = time.perf_counter()
         return line
 
+    def peak_bytes(self) -> int | None:
+        """Return the most memory that tensors of the run had on the GPU, or None without one."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device)
+
     def load(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
         super().load(state)
         self._logged, self._since = self.done, time.perf_counter()
+
+
+@cache
+def compiled_model(size: str, device: str) -> tuple[GPT2, Callable[..., Tensor]]:
+    """Return a model and its compiled form, the same for all runs of a process.
+
+    Compiling takes as long as many steps. Runs set the weights anew, so one must be over before the
+    next begins.
+    """
+    model = build(SIZES[size], 0).to(device)
+    return model, torch.compile(model)
+
+
+@lru_cache(maxsize=3)
+def first_weights(size: str, seed: int) -> dict[str, Tensor]:
+    """Return the weights that a seed gives, on the CPU; drawing them anew takes seconds."""
+    return build(SIZES[size], seed).state_dict()
 
 
 class Stopwatch:

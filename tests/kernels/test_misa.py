@@ -13,6 +13,7 @@ from tests.kernels.test_foreach import TOLERANCE
 from torchpisa import MISA
 from torchpisa.kernels.optional import without_triton
 from torchpisa.kernels.triton import plan, table
+from torchpisa.preconditioners.consensus import Whiten
 
 pytest.importorskip("triton")
 if without_triton() is not None:
@@ -255,6 +256,9 @@ def test_fused_says_why_it_cannot(monkeypatch):
     ):
         with pytest.raises(ValueError, match=f"fused=True is not possible: .*{reason}"):
             MISA([nn.Parameter(param.to(DEVICE))], fused=True)
+    for own in ({"before": Whiten()}, {"damping": 0.1}):
+        with pytest.raises(ValueError, match=r"there is no kernel for (before=Whiten|damping=0.1)"):
+            MISA([nn.Parameter(torch.ones(2, 2, device=DEVICE))], fused=True, **own)
     transposed = nn.Parameter(torch.ones(4, 3, device=DEVICE).t())
     opt = MISA([transposed], fused=True)
     transposed.grad = torch.ones_like(transposed)

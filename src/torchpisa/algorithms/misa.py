@@ -13,8 +13,9 @@ happens where the batches have been added up, so what they disagree on cancels f
 With every batch present, m duals hold nothing that their weighted sum does not, so `pi` is one dual
 for all of them. P may be anything that vanishes only at zero and is a descent direction:
 
-- a matrix is orthogonalised, then each row is divided by its running root mean square
-  (`normalize_rows`), which gives its entries the root mean square that AdamW's steps have;
+- a matrix is orthogonalised, less sharply if asked (`damp`), then each row is divided by its
+  running root mean square (`normalize_rows`), which gives its entries the root mean square that
+  AdamW's steps have;
 - everything else is divided, entry by entry, by the running root mean square of r
   (`scale_entries`): of the gradient less its average, as in AdaBelief (Zhuang et al., 2020).
 
@@ -26,8 +27,10 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
+from torchpisa.algorithms.spectral import augmented
 
-__all__ = ["RMS", "average", "look_ahead", "match_rms", "move", "normalize_rows", "scale_entries"]
+__all__ = ["RMS", "average", "damp", "look_ahead", "match_rms", "move", "normalize_rows"]
+__all__ += ["scale_entries"]
 
 RMS = 0.2
 """Root mean square of AdamW's steps: with it, one learning rate serves all (Liu et al., 2025)."""
@@ -44,6 +47,25 @@ def look_ahead(dual: Tensor, delta: Tensor, c: float) -> Tensor:
     c = 2 is the paper's consensus, \(1 + \mu\) Nesterov momentum, 1 heavy ball.
     """
     return dual + c * delta
+
+
+def damp(u: Tensor, damping: float) -> Tensor:
+    r"""Return \([U, \tau I]\), which is orthogonalised instead of U, and then cut again.
+
+    The first block of its polar factor is \((U U^\top + \tau^2 I)^{-1/2} U\): a singular value s
+    becomes \(s / \sqrt{s^2 + \tau^2}\) instead of 1, so that directions of noise stay small.
+    For a matrix that is taller than wide the blocks are one above the other.
+
+    Args:
+        u: a matrix.
+        damping: \(\tau\) as a multiple of the root mean square of the singular values.
+    """
+    wide = u if u.size(0) <= u.size(1) else u.mT
+    # float64, where the squares of tiny entries are not lost.
+    square: Tensor = torch.linalg.vector_norm(wide, dtype=torch.float64)
+    tau = (damping / wide.size(0) ** 0.5 * square).to(u.dtype)
+    both, _ = augmented(wide, tau, 1.0)
+    return both if wide is u else both.mT
 
 
 def match_rms(o: Tensor, rows: int, cols: int) -> Tensor:

@@ -23,7 +23,7 @@ from torchpisa.algorithms.nsisa import COEFFICIENTS, newton_schulz
 from torchpisa.algorithms.pisa import Scalar
 
 __all__ = ["augmented", "averaged", "by_gram", "by_polar", "by_svd", "polar_factor", "smoothed"]
-__all__ += ["update_average"]
+__all__ += ["full_precision", "update_average"]
 
 # Odd quintics whose composition takes every singular value in [3e-7, 1] to 1. First those of
 # nsisa.py, which multiply small ones by 3.4445 each and leave large ones between 0.68 and 1.21: the
@@ -149,7 +149,7 @@ def by_polar(r: Tensor, sigma: Scalar, rho: Scalar, eta: float = math.inf) -> Te
     """
     wide = r.size(-2) <= r.size(-1)
     x = (r if wide else r.mT).reshape(-1, min(r.shape[-2:]), max(r.shape[-2:]))
-    with _full_precision():
+    with full_precision():
         x, size = _normalized(x)
         u = polar_factor(x)
         h = _symmetric(x @ u.mT)
@@ -241,7 +241,7 @@ def _above(h: Tensor, cap: Tensor) -> Tensor:
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """Compute products of float32 with all of its digits, whatever is allowed for the model."""
     setting = torch.backends.cuda.matmul
     # Newer versions of torch complain if what is set in one way is then read in the other.

@@ -166,7 +166,9 @@ def check_fused_misa(group: Mapping[str, Any]) -> None:
     if not group["fused"]:
         return
     params = group["params"]
-    reason = _NO_CPU_KERNEL if _on_cpu(params) else triton_plan.obstacle(params, None)
+    reason = triton_plan.misa_obstacle(group)
+    if reason is None:
+        reason = _NO_CPU_KERNEL if _on_cpu(params) else triton_plan.obstacle(params, None)
     if reason is not None:
         raise ValueError(f"fused=True is not possible: {reason}")
 

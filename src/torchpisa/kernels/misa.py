@@ -5,7 +5,7 @@
 orthogonalised, or none of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -25,11 +25,14 @@ from torchpisa.kernels.foreach import (
 )
 from torchpisa.kernels.job import FindsNonfinite, Member, compute_dtype, real
 from torchpisa.kernels.rounding import store
+from torchpisa.preconditioners.consensus import Stage
 
 __all__ = ["FOREACH", "LOOP", "ConsensusJob", "ConsensusKernel", "gradients"]
 
 # State that is rounded when it is stored.
 _LARGE = ("dual", "rows", "moment")
+# How much more a stage has in memory at once than the orthogonalisation of the same matrices.
+_STAGE_COPIES = 3
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class ConsensusJob:
         settings: their group.
         lr: the learning rate.
         weight_decay: what of it they have.
+        round: rounds that are done, known to the host.
         keep: nothing changes if this is False; None for True.
         maximize: negate the gradients.
         grad_scale: what the gradients were multiplied by (GradScaler), or None.
@@ -59,6 +63,7 @@ class ConsensusJob:
     settings: Mapping[str, Any]
     lr: Scalar
     weight_decay: float
+    round: int
     keep: Tensor | None
     maximize: bool = False
     grad_scale: Tensor | None = None
@@ -112,7 +117,7 @@ LOOP, FOREACH = Loop(), Foreach()
 
 
 def gradients(job: ConsensusJob) -> list[Tensor]:
-    """Return the gradients in the dtype to compute in; they may be the ones that were given."""
+    """Return the gradients in the dtype to compute in, clipped; not to be written to."""
     dtype = compute_dtype(real(job.members[0].param), real(job.members[0].state["dual"]))
     grads = [real(grad).to(dtype) for grad in job.grads]
     if job.grad_scale is not None:
@@ -120,7 +125,14 @@ def gradients(job: ConsensusJob) -> list[Tensor]:
         grads = [grad / scale for grad in grads]
     if job.maximize:
         grads = [-grad for grad in grads]
-    return grads if job.flags is None else leave_out_nonfinite(grads, job.flags)
+    if job.flags is not None:
+        grads = leave_out_nonfinite(grads, job.flags)
+    if job.clip_scale is None:
+        return grads
+    scale = job.clip_scale.to(grads[0].device, dtype)
+    duals = [real(member.state["dual"]).to(dtype) for member in job.members]
+    # pi + this is s (pi + g).
+    return [scale * grad + (scale - 1) * pi for grad, pi in zip(grads, duals, strict=True)]
 
 
 def _loop_step(job: ConsensusJob) -> None:
@@ -131,8 +143,6 @@ def _loop_step(job: ConsensusJob) -> None:
         state = {key: value.to(grad.dtype) for key, value in stored.items()}
         step = _count(member, keep)
         r = state["dual"] + grad
-        if job.clip_scale is not None:
-            r = r * job.clip_scale.to(r.device, r.dtype)
         delta = misa.average(r, settings["momentum"])
         u = misa.look_ahead(state["dual"], delta, settings["look_ahead"])
         new = {"dual": state["dual"] + delta}
@@ -141,6 +151,12 @@ def _loop_step(job: ConsensusJob) -> None:
                 u, r, state["moment"], step, settings["beta"], settings["eps"]
             )
         else:
+            if settings["before"] is not None:
+                (staged,), of_stage = _through_stage(job, [member], [u], [grad])
+                u = staged
+                for key, (value,) in of_stage.items():
+                    stored[key], new[key] = member.state[key], value
+                    state[key] = stored[key].to(value.dtype)
             (o,) = _orthogonalized(settings, [member], [u])
             if settings["row_beta"] is None:
                 p = misa.match_rms(o, *_shape(member))
@@ -189,6 +205,8 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     params, duals, grads = columns
     settings, members = job.settings, job.members
     _, us = _average(job, duals, grads)
+    if settings["before"] is not None:
+        us = _staged(job, us, grads)
     os = _orthogonalized(settings, members, us)
     shaped = [o.view_as(u) for o, u in zip(os, us, strict=True)]
     if settings["row_beta"] is None:
@@ -212,13 +230,51 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     _move(job, params, shaped, misa.RMS)
 
 
+def _staged(job: ConsensusJob, us: Tensors, grads: Tensors) -> Tensors:
+    """Return what the stage before the orthogonalisation makes of U, and update its state."""
+    shapes = [_shape(member) for member in job.members]
+    most = newton_schulz.CHUNK_BYTES // _STAGE_COPIES
+    staged = list(us)
+    for chunk in newton_schulz.chunks(shapes, us[0].element_size(), most):
+        members = [job.members[index] for index in chunk.indexes]
+        tensors = ([column[index] for index in chunk.indexes] for column in (us, grads))
+        results, new = _through_stage(job, members, *tensors)
+        for index, result in zip(chunk.indexes, results, strict=True):
+            staged[index] = result
+        for key, values in new.items():
+            for member, value in zip(members, values, strict=True):
+                store(member.state[key], value, job.settings["stochastic_rounding"])
+    return staged
+
+
+def _through_stage(
+    job: ConsensusJob, members: Sequence[Member], us: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Apply the stage to matrices of one shape up to transposition.
+
+    Returns:
+        What it makes of each U, and what is new in their state, stacked.
+    """
+    stage: Stage = job.settings["before"]
+    matrices = [u.flatten(1) for u in us]
+    tall = [matrix.size(0) > matrix.size(1) for matrix in matrices]
+
+    def stacked(tensors: Iterable[Tensor]) -> Tensor:
+        pairs = zip(tensors, tall, strict=True)
+        return torch.stack([each.mT if is_tall else each for each, is_tall in pairs])
+
+    state = {name: torch.stack([member.state[name] for member in members]) for name in stage.names}
+    batch = stacked(matrices), stacked(grad.flatten(1) for grad in grads)
+    changed, new = stage.apply(*batch, state, job.round)
+    pairs = zip(us, changed, tall, strict=True)
+    return [(x.mT if is_tall else x).reshape(u.shape) for u, x, is_tall in pairs], new
+
+
 def _average(job: ConsensusJob, duals: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
     """Update the duals, and return r and U."""
     kept = job.settings["momentum"]
     moved = like(duals, grads[0].dtype)
     rs = torch._foreach_add(moved, grads)
-    if job.clip_scale is not None:
-        torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device, rs[0].dtype))
     us = torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (kept - 1))
     torch._foreach_add_(moved, rs, alpha=kept - 1)
     write_back(duals, moved, job.settings["stochastic_rounding"])
@@ -245,10 +301,17 @@ def _orthogonalized(
     origins = [member.origin for member in members]
     dtype = newton_schulz.dtype_for(settings["ns_dtype"], origins)
 
-    def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
+    def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
         if settings["foreach"] is False:
             return [nsisa.newton_schulz(each, settings["ns_steps"], dtype) for each in matrices]
         return newton_schulz.orthogonalize(matrices, settings["ns_steps"], dtype)
+
+    def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
+        if not settings["damping"]:
+            return orthogonalize(matrices)
+        damped = orthogonalize([misa.damp(each, settings["damping"]) for each in matrices])
+        pairs = zip(damped, matrices, strict=True)
+        return [o[: u.size(0), : u.size(1)].contiguous() for o, u in pairs]
 
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor

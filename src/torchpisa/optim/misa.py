@@ -16,12 +16,13 @@ from torchpisa.optim.nonfinite import verdict
 from torchpisa.optim.optimizer import RoundOptimizer, names_of
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
 from torchpisa.optim.round import Group
+from torchpisa.preconditioners.consensus import Stage
 
 __all__ = ["MISA"]
 
 # Settings that are floats, also where an integer was given.
 _FLOATS: Group = dict.fromkeys(
-    ("lr", "momentum", "weight_decay", "look_ahead", "row_beta", "beta", "eps"), 0.0
+    ("lr", "momentum", "weight_decay", "look_ahead", "row_beta", "damping", "beta", "eps"), 0.0
 )
 
 
@@ -60,6 +61,12 @@ class MISA(RoundOptimizer):
             biases and the weights of norms. Steps of matrices do not shrink with their gradients,
             so in long trainings without normalisation layers this is what keeps them in bounds.
         look_ahead: \(c \ge 1\). 2 is the paper's consensus, `1 + momentum` Nesterov momentum.
+        before: what happens to the U of a matrix before it is orthogonalised, a stage of
+            `torchpisa.preconditioners.consensus`: `Whiten()`, `EigenbasisMoment()`, or None for
+            nothing. Stages have state of their own, and take no sharded parameters.
+        damping: \(\tau \ge 0\), orthogonalise less sharply: a singular value s of U becomes
+            \(s / \sqrt{s^2 + \tau^2}\), \(\tau\) as a multiple of their root mean square, instead
+            of 1.
         row_beta: how much of the rows' mean squares is kept, in [0, 1); None to leave rows as they
             are, which with `look_ahead=1 + momentum` is Muon.
         beta: how much of the second moment of what is not a matrix is kept, in (0, 1).
@@ -115,6 +122,8 @@ class MISA(RoundOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.1,
         look_ahead: float = 2.0,
+        before: Stage | None = None,
+        damping: float = 0.0,
         row_beta: float | None = 0.95,
         beta: float = 0.99,
         eps: float = 1e-8,
@@ -183,7 +192,7 @@ class MISA(RoundOptimizer):
                 continue
             weight = job.settings["weights"][slot]
             for member, grad in zip(job.members, gradients(job), strict=True):
-                self._accumulate(member, _clipped(member, grad, job.clip_scale), weight, job.keep)
+                self._accumulate(member, grad, weight, job.keep)
 
     def _jobs(
         self, members: list[list[Member]], sums: Mapping[int, Tensor] | None = None
@@ -207,7 +216,9 @@ class MISA(RoundOptimizer):
                 job = jobs.get(kind)
                 if job is None:
                     decay = float(group["weight_decay"]) if decays else 0.0
-                    job = jobs[kind] = ConsensusJob([], [], matrix, group, lr, decay, None)
+                    job = jobs[kind] = ConsensusJob(
+                        [], [], matrix, group, lr, decay, self.iteration, None
+                    )
                 job.members.append(member)
                 job.grads.append(grad)
         return jobs
@@ -264,21 +275,44 @@ class MISA(RoundOptimizer):
             state: Group = {"dual": torch.zeros_like(param, dtype=dtype, requires_grad=False)}
             if not _is_orthogonalized(param, group, names[id(param)]):
                 state["moment"] = torch.zeros_like(state["dual"])
-            elif group["row_beta"] is not None:
-                # (rows, 1, ...), so that it is sharded with the rows of its parameter.
-                narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
-                state["rows"] = state["dual"][narrow].clone()
+            else:
+                if group["row_beta"] is not None:
+                    # (rows, 1, ...), so that it is sharded with the rows of its parameter.
+                    narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
+                    state["rows"] = state["dual"][narrow].clone()
+                if group["before"] is not None:
+                    shape = sorted((param.size(0), param.numel() // param.size(0)))
+                    state.update(group["before"].init_state(*shape, state["dual"]))
             device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             return state
 
         return make
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state.get("param_groups", ()):  # pickled by a version that had less
+            group.setdefault("before", None)
+            group.setdefault("damping", 0.0)
+            group.setdefault("fused", None)
+        super().__setstate__(state)
+
     def _check_group(self, group: Group) -> None:
         check_range("lr", group["lr"], 0, high_open=True)
         check_range("momentum", group["momentum"], 0, 1, high_open=True)
         check_range("weight_decay", group["weight_decay"], 0, high_open=True)
         check_range("look_ahead", group["look_ahead"], 1, high_open=True)
+        before = group["before"]
+        if not (before is None or isinstance(before, Stage)):
+            raise ValueError(
+                "before must be None or a stage of torchpisa.preconditioners.consensus, such as "
+                f"Whiten(), got {before!r}"
+            )
+        if before is not None and group["capturable"]:
+            raise ValueError(
+                f"before must be None with capturable=True, got {before!r}: its refreshes are not "
+                "the same in every round, and a CUDA graph replays one round"
+            )
+        check_range("damping", group["damping"], 0, high_open=True)
         if group["row_beta"] is not None:
             check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
         check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
@@ -331,14 +365,6 @@ def _clip_scale(
     return (clip / total.sqrt()).clamp(max=1)
 
 
-def _clipped(member: Member, grad: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the gradient with which r = pi + g is `scale` times as large."""
-    if scale is None:
-        return grad
-    scale = scale.to(grad.device, grad.dtype)
-    return scale * grad + (scale - 1) * real(member.state["dual"]).to(grad.dtype)
-
-
 def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:
     if group["matrix"] is not None or not is_matrix(param):
         return bool(group["matrix"]) and is_matrix(param)
@@ -348,7 +374,18 @@ def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:
 
 
 def _check_matrices(group: Group) -> None:
-    for param in group["params"]:
+    pairs = zip(group["params"], names_of(group), strict=True)
+    for param, name in pairs:
+        if (
+            group["before"] is not None
+            and hasattr(param, "full_tensor")
+            and _is_orthogonalized(param, group, name)
+        ):
+            raise ValueError(
+                f"before must be None for sharded parameters, got {group['before']!r} for one of "
+                f"shape {tuple(param.shape)}: its state belongs to whole matrices. Replicate them "
+                "(DistributedDataParallel), or leave `before` out"
+            )
         if group["matrix"] and not is_matrix(param):
             raise ValueError(
                 "matrix must be None or False for parameters that are not real matrices, "

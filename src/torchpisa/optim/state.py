@@ -16,6 +16,7 @@ from torch import Tensor
 from torchpisa.optim import arguments
 from torchpisa.optim.round import PROGRESS, Group, Round
 from torchpisa.preconditioners import Preconditioner
+from torchpisa.preconditioners.consensus import Stage
 from torchpisa.state_keys import split_key, state_key
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Loaded(NamedTuple):
 
 
 def packed(state_dict: dict[str, Any], round: Round) -> dict[str, Any]:
-    """Return a state_dict with the round, and without what is code: rules, preconditioners."""
+    """Return a state_dict with the round, and without what is code, such as preconditioners."""
     progress = round.packed()
     groups = [
         {
@@ -131,7 +132,7 @@ def _shown(value: object) -> str:
 def _taken_over(
     saved: Any, current: Group, number: int, defaults: Group, check_group: Callable[[Group], None]
 ) -> Group:
-    """Return a group with the saved settings; rules and preconditioners stay the `current` ones."""
+    """Return a group with the saved settings; what is code stays as `current` has it."""
     if not isinstance(saved, dict) or "batches" not in saved:
         raise ValueError(
             "state_dict must come from a torchpisa optimizer, got one whose groups have "
@@ -327,4 +328,4 @@ def _check_tensor(value: Any, like: Tensor, where: str, name: str, key: object) 
 def _is_code(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_is_code(entry) for entry in value)
-    return callable(value) or isinstance(value, Preconditioner)
+    return callable(value) or isinstance(value, Preconditioner | Stage)

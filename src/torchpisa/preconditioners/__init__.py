@@ -1,4 +1,4 @@
-"""Choices of Q in equation (2.13), one file each, behind one protocol."""
+"""Choices of Q in equation (2.13), one file each, behind one protocol; `consensus` has MISA's."""
 
 from torchpisa.preconditioners.base import LocalProblem, Preconditioner
 from torchpisa.preconditioners.hessian import Hessian

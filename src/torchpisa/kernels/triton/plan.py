@@ -6,9 +6,9 @@ sent anew.
 """
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,16 @@ from torchpisa.kernels.triton.table import Launch, Matrices, Row
 from torchpisa.preconditioners import Identity, NewtonSchulz, Preconditioner, SecondMoment
 from torchpisa.state_keys import state_key
 
-__all__ = ["MisaPlan", "Plan", "Plans", "find", "find_consensus", "find_misa", "obstacle"]
+__all__ = [
+    "MisaPlan",
+    "Plan",
+    "Plans",
+    "find",
+    "find_consensus",
+    "find_misa",
+    "misa_obstacle",
+    "obstacle",
+]
 
 # Where the kernels run; tests add the CPU, for Triton's interpreter.
 DEVICES = ["cuda"]
@@ -224,7 +233,9 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
         return plan
     members = job.members
     params = [member.param for member in members]
-    reason = obstacle(params, None) or (_not_row_by_row(params) if job.matrix else None)
+    reason = obstacle(params, None) or misa_obstacle(job.settings)
+    if reason is None and job.matrix:
+        reason = _not_row_by_row(params)
     if reason is not None:
         return reason
     if job.matrix and members[0].whole is not None:
@@ -268,6 +279,14 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
         launch.steps = [members[number].state["step"] for number in launch.order]
     found.copies = copies
     return found
+
+
+def misa_obstacle(settings: Mapping[str, Any]) -> str | None:
+    """Return why MISA cannot be computed by these kernels with some settings; None if it can."""
+    for name in ("before", "damping"):
+        if settings[name]:
+            return f"there is no kernel for {name}={settings[name]!r}"
+    return None
 
 
 def _misa_glance(job: ConsensusJob, memory: str) -> list[Row]:
