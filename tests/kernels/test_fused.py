@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import torchpisa
 from tests.kernels.given import NSISA, SISA
 from tests.kernels.test_foreach import SHAPES, TOLERANCE, nsisa, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
@@ -129,6 +130,45 @@ def test_fused_equals_loop_closely(cls, own, batches):
             opt.step()
         ends.append(flat(params))
     assert (ends[0] - ends[1]).norm() <= 1e-6 * ends[0].norm()
+
+
+@pytest.mark.parametrize("lr", [1e-2, "tensor"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"scheme": "adagrad", "weight_decay": 0.1},
+        {"scheme": "rmsprop", "eta": 0.5, "consensus_decay": 0.1},
+        {"scheme": "adam", "beta": 0.9, "eps": 0.1, "maximize": True},
+        {"batches": 3, "clip": 2.0},
+        {"nonfinite": "skip", "momentum": 0.5},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_sigma_that_follows_gradients(own, lr):
+    """With gradients that are missing, zero, tiny or, where they are skipped, infinite."""
+    runs = []
+    for fast in (False, True):
+        params = parameters([(3, 4), (2100,), (), (5,)])
+        rate = torch.tensor(1e-2, device=DEVICE) if lr == "tensor" else lr
+        way = {"fused": fast, "foreach": None if fast else False}
+        opt = torchpisa.SISA(params, lr=rate, **way, **own)
+        for k in range(12):
+            give_gradients(params, k)
+            params[0].grad *= 10.0 ** (k % 5 - 2)
+            params[3].grad.mul_(1e-25 if k < 6 else 0.0)
+            if k == 4:
+                params[2].grad = None
+            if k == 7 and "nonfinite" in own:
+                params[1].grad[3] = math.inf
+            opt.step()
+        runs.append((params, opt))
+    (loop, one), (fast, two) = runs
+    for p, q in zip(loop, fast, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-5)
+        for slot in range(one.batches):
+            for name in ("sigma", "level"):
+                key = f"{name}.{slot}"
+                torch.testing.assert_close(two.state[q][key], one.state[p][key], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

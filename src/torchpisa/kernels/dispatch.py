@@ -5,7 +5,7 @@
 | `loop` | anywhere | any preconditioner | `foreach=False`, or nothing else can |
 | `foreach` | anywhere | the package's own preconditioners | by default |
 | `cpu/native` | CPU, float32 | SISA's rule and Identity, sigma given | `fused=True` |
-| `triton` | CUDA | SISA, NSISA and Identity, sigma given; MISA | by default, `fused=True` |
+| `triton` | CUDA | SISA, NSISA, Identity and MISA | by default, `fused=True` |
 
 Sharded parameters are stepped where their parts lie, except by preconditioners of a user's own,
 which may need all of a parameter; what those compute with sharded tensors is right, if slow.
@@ -60,10 +60,10 @@ def check_fused(
     reason: str | None
     if not settings["fused"]:
         return
-    if follows:
-        reason = "sigma follows the gradients of every parameter; give sigma and rho"
-    elif not _on_cpu(params):
+    if not _on_cpu(params):
         reason = triton_plan.obstacle(params, preconditioner)
+    elif follows:
+        reason = "on a CPU sigma must not follow the gradients; give sigma and rho"
     elif settings["state_dtype"] not in (None, *(param.dtype for param in params)):
         dtype = settings["state_dtype"]
         reason = f"on a CPU state must be of its parameter's dtype, got {dtype}"
@@ -97,10 +97,10 @@ def for_local_step(
         ValueError: `fused=True`, and it is not possible.
     """
     fused, foreach = settings["fused"], settings["foreach"]
-    if members and not follows and (fused or (fused is None and foreach is None)):
+    if members and (fused or (fused is None and foreach is None)):
         found: Kernel | str
         if not _on_cpu([member.param for member in members]):
-            found = triton_plan.find(plans, (key, slot), members, preconditioner, slot)
+            found = triton_plan.find(plans, (key, slot), members, preconditioner, slot, follows)
         elif fused:
             params = [member.param for member in members]
             found = native.obstacle(params, preconditioner) or native.NATIVE

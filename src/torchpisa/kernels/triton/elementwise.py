@@ -8,11 +8,15 @@ import triton
 import triton.language as tl
 
 from torchpisa.kernels.triton.memory import (
+    COLUMNS,
     DUAL,
     GRAD,
+    LEVEL,
     MEMORY,
     PARAM,
     PENDING,
+    SIGMA,
+    SIZE,
     STEP,
     address,
     gradient,
@@ -26,9 +30,12 @@ __all__ = [
     "consensus_kernel",
     "find_nonfinite",
     "finish",
+    "follow_kernel",
     "local_step_kernel",
+    "measure_kernel",
     "nonfinite_kernel",
     "residual_kernel",
+    "total_square",
 ]
 
 
@@ -220,6 +227,7 @@ def local_step_kernel(
     SEARCH: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ON_DEVICE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
@@ -228,7 +236,8 @@ def local_step_kernel(
 ):
     """Take one batch's local step, with the consensus (`MOVES`) or into the pending sum.
 
-    `ratio` is rho/sigma and `scale` lr/(S + lr lambda), numbers or, `ON_DEVICE`, where they are.
+    `ratio` is rho/sigma and `scale` lr/(S + lr lambda), numbers or, `ON_DEVICE`, where they are:
+    one each or, where sigma `FOLLOWS` the gradients, one for every parameter.
     `keep` leaves the whole batch out if False; `SEARCH` leaves out entries that are not finite.
     """
     tensor, start, left = span(table, tensor_of, BLOCK)
@@ -240,6 +249,9 @@ def local_step_kernel(
     correction = 1.0
     if SCHEME == "adam":
         correction = tl.sqrt(bias(table, tensor, log_beta))
+    if FOLLOWS:
+        ratio += tensor
+        scale += tensor
     if ON_DEVICE:
         ratio = tl.load(ratio)
         scale = tl.load(scale)
@@ -318,6 +330,117 @@ def nonfinite_kernel(
         find_nonfinite(read(grads + lane, mask, False), found, 0, True)
     else:
         find_nonfinite(read(grads + lane, mask, True), found, 0, True)
+
+
+@triton.jit
+def measure_kernel(
+    table,
+    tensor_of,
+    largest,
+    squares,
+    grad_scale,
+    clip_scale,
+    weight_decay,
+    MAXIMIZE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the largest entry of r_i in each block, and the sum of squares relative to it.
+
+    Entries of gradients that are not finite do not count.
+    """
+    tensor, start, left = span(table, tensor_of, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < left
+    pi = read(address(table, tensor, DUAL, STATE_DTYPE, ALIGNED) + start + lane, mask, True)
+    g = read(address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start + lane, mask, True)
+    good = mask & (tl.abs(g) < float("inf"))
+    w = pi
+    if DECAYS:
+        w = read(address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start + lane, mask, True)
+    r = pi + gradient(g, w, grad_scale, weight_decay, MAXIMIZE, DECAYS)
+    if clip_scale is not None:
+        r = r * tl.load(clip_scale)
+    r = tl.where(good, r, 0.0)
+    peak = tl.max(tl.abs(r), 0)
+    scaled = r / tl.where(peak > 0, peak, 1.0)
+    tl.store(largest + tl.program_id(0), peak)
+    tl.store(squares + tl.program_id(0), tl.sum(scaled * scaled, 0))
+
+
+@triton.jit
+def follow_kernel(
+    table,
+    largest,
+    squares,
+    first_block,
+    ratios,
+    scales,
+    keep,
+    rho,
+    lr,
+    consensus_decay,
+    beta,
+    complement,
+    log_beta,
+    tiny,
+    SCHEME: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Let the sigma of every parameter follow its gradients: `algorithms.sisa.followed`.
+
+    Writes rho/sigma and lr/(sigma + lr lambda) for `local_step_kernel`.
+    """
+    tensor = tl.program_id(0)
+    peak, total = total_square(largest, squares, first_block, tensor, BLOCK)
+    size = tl.maximum(tl.load(table + tensor * COLUMNS + SIZE), 1)
+    rms = peak * tl.sqrt(total / size)
+    levels = address(table, tensor, LEVEL, tl.float32, False)
+    sigmas = address(table, tensor, SIGMA, tl.float32, False)
+    old_level, old_sigma = tl.load(levels), tl.load(sigmas)
+    if SCHEME == "adagrad":
+        level = old_level + rms * rms
+    else:
+        level = beta * old_level + complement * (rms * rms)
+    root = tl.sqrt(level)
+    if SCHEME == "adam":
+        root = root / tl.sqrt(bias(table, tensor, log_beta))
+    sigma = tl.maximum(tl.maximum(old_sigma, root), tiny)
+    if keep is not None:
+        present = tl.load(keep)
+        level = tl.where(present, level, old_level)
+        sigma = tl.where(present, sigma, tl.maximum(old_sigma, tiny))
+    tl.store(levels, level)
+    tl.store(sigmas, sigma)
+    if ON_DEVICE:
+        rho = tl.load(rho)
+        lr = tl.load(lr)
+    tl.store(ratios + tensor, rho / sigma)
+    tl.store(scales + tensor, lr / (sigma + lr * consensus_decay))
+
+
+@triton.jit
+def total_square(largest, squares, first_block, tensor, BLOCK: tl.constexpr):
+    """Return the largest entry of a tensor, 1 for zeros, and the sum of squares relative to it."""
+    first, last = tl.load(first_block + tensor), tl.load(first_block + tensor + 1)
+    lane = tl.arange(0, BLOCK)
+    peak = tl.zeros([BLOCK], tl.float32)
+    for block in range(first, last, BLOCK):
+        where = block + lane
+        peak = tl.maximum(peak, tl.load(largest + where, mask=where < last, other=0.0))
+    top = tl.max(peak, 0)
+    divisor = tl.where(top > 0, top, 1.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in range(first, last, BLOCK):
+        where = block + lane
+        share = tl.load(largest + where, mask=where < last, other=0.0) / divisor
+        total += share * share * tl.load(squares + where, mask=where < last, other=0.0)
+    return divisor, tl.sum(total, 0)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchpisa.algorithms import misa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.job import LocalJob, Move
+from torchpisa.kernels.job import TINY, LocalJob, Move
 from torchpisa.kernels.misa import ConsensusJob
 from torchpisa.kernels.triton import elementwise, orthogonal
 from torchpisa.kernels.triton import misa as misa_kernels
@@ -205,7 +205,11 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
     scheme = rule.scheme if isinstance(rule, SecondMoment) else "identity"
     keep = _here(job.keep, launch)
     _count(launch, keep)
-    numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
+    follows = job.sigma is None
+    if follows:
+        numbers, on_device = _follow(job, launch, settings), True
+    else:
+        numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
     elementwise.local_step_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
@@ -227,11 +231,51 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
         SCHEME=scheme,
         CAPS=settings.eta < math.inf,
         SEARCH=job.search,
+        FOLLOWS=follows,
         **_gradient_flags(job),
         **_finish_flags(job, launch, on_device),
         **_dtypes(launch),
         BLOCK=BLOCK,
     )
+
+
+def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
+    """Let sigma follow the gradients; return rho/sigma and lr/(S + lr lambda), by parameter."""
+    device, tensors = launch.kind.device, len(launch.order)
+    largest, squares = torch.empty(2, launch.blocks, dtype=torch.float32, device=device)
+    ratios, scales = torch.empty(2, tensors, dtype=torch.float32, device=device)
+    elementwise.measure_kernel[(launch.blocks,)](
+        launch.table,
+        launch.tensor_of,
+        largest,
+        squares,
+        _here(job.grad_scale, launch),
+        _here(job.clip_scale, launch),
+        job.weight_decay,
+        **_gradient_flags(job),
+        **_dtypes(launch),
+        BLOCK=BLOCK,
+    )
+    numbers, on_device = _numbers(launch, job.rho, job.move.lr if job.move else 0.0)
+    elementwise.follow_kernel[(tensors,)](
+        launch.table,
+        largest,
+        squares,
+        launch.first_block,
+        ratios,
+        scales,
+        _here(job.keep, launch),
+        *numbers,
+        job.move.consensus_decay if job.move else 0.0,
+        rule.beta,
+        1 - rule.beta,
+        math.log(rule.beta),
+        TINY,
+        SCHEME=rule.scheme,
+        ON_DEVICE=on_device,
+        BLOCK=BLOCK,
+    )
+    return [ratios, scales]
 
 
 def _orthogonalised_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> None:

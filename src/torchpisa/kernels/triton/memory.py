@@ -6,15 +6,17 @@ import triton.language as tl
 __all__ = ["COLUMNS", "address", "gradient", "read", "span", "write"]
 
 # Columns of the table, one row of 64-bit integers per parameter.
-COLUMNS = tl.constexpr(8)
+COLUMNS = tl.constexpr(10)
 PARAM = tl.constexpr(0)
 GRAD = tl.constexpr(1)
 DUAL = tl.constexpr(2)
 MEMORY = tl.constexpr(3)  # the preconditioner's: second moment or momentum
 PENDING = tl.constexpr(4)
 STEP = tl.constexpr(5)
-SIZE = tl.constexpr(6)
-FIRST = tl.constexpr(7)  # number of the parameter's first block
+SIGMA = tl.constexpr(6)  # where it follows the gradients, with the level that it follows
+LEVEL = tl.constexpr(7)
+SIZE = tl.constexpr(8)
+FIRST = tl.constexpr(9)  # number of the parameter's first block
 
 
 @triton.jit

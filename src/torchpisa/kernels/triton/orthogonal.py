@@ -8,7 +8,7 @@ more rows than columns ("tall") goes in and comes out transposed.
 import triton
 import triton.language as tl
 
-from torchpisa.kernels.triton.elementwise import find_nonfinite, finish
+from torchpisa.kernels.triton.elementwise import find_nonfinite, finish, total_square
 from torchpisa.kernels.triton.memory import (
     DUAL,
     GRAD,
@@ -132,21 +132,9 @@ def norm_kernel(
 ):
     """Write the largest entry of every matrix, and the norm of the matrix over it."""
     tensor = tl.program_id(0)
-    first, last = tl.load(first_block + tensor), tl.load(first_block + tensor + 1)
-    lane = tl.arange(0, BLOCK)
-    peak = tl.zeros([BLOCK], tl.float32)
-    for block in range(first, last, BLOCK):
-        where = block + lane
-        peak = tl.maximum(peak, tl.load(largest + where, mask=where < last, other=0.0))
-    top = tl.max(peak, 0)
-    divisor = tl.where(top > 0, top, 1.0)
-    total = tl.zeros([BLOCK], tl.float32)
-    for block in range(first, last, BLOCK):
-        where = block + lane
-        share = tl.load(largest + where, mask=where < last, other=0.0) / divisor
-        total += share * share * tl.load(squares + where, mask=where < last, other=0.0)
+    divisor, total = total_square(largest, squares, first_block, tensor, BLOCK)
     tl.store(peaks + tensor, divisor)
-    tl.store(norms + tensor, tl.maximum(tl.sqrt(tl.sum(total, 0)), 1.0))
+    tl.store(norms + tensor, tl.maximum(tl.sqrt(total), 1.0))
 
 
 @triton.jit

@@ -150,6 +150,7 @@ def find(
     members: Sequence[Member],
     preconditioner: Preconditioner,
     slot: int,
+    follows: bool,
 ) -> Plan | str:
     """Return the plan for a local step over `members`, or the reason why there is none.
 
@@ -159,11 +160,13 @@ def find(
         members: parameters, all with gradients.
         preconditioner: solves for d.
         slot: the batch.
+        follows: whether sigma follows their gradients.
     """
     memory = _MEMORY.get(type(preconditioner))
     if memory is None:
         return f"there is no kernel for {type(preconditioner).__name__}"
     keys = state_key("dual", slot), state_key(memory, slot), state_key("step", slot)
+    followed = (state_key("sigma", slot), state_key("level", slot)) if follows else ()
     plan = plans.get(key)
     glance = _glance(members, *keys)
     if plan is not None and glance == plan.glance and not _capturing(plan.launches):
@@ -171,8 +174,13 @@ def find(
     reason = obstacle([member.param for member in members], preconditioner)
     if reason is not None:
         return reason
-    if isinstance(preconditioner, NewtonSchulz) and any(m.whole is not None for m in members):
-        return "matrices are sharded, so they have to be brought together first"
+    if any(member.whole is not None for member in members):
+        if isinstance(preconditioner, NewtonSchulz):
+            return "matrices are sharded, so they have to be brought together first"
+        if follows:
+            return "sigma follows gradients of which every process has a part"
+    if follows and not isinstance(preconditioner, SecondMoment):
+        return f"there is no kernel for a sigma that follows with {type(preconditioner).__name__}"
     check_shapes(members, (*keys[:2], "pending"))
     for param, grad, state, _ in members:
         assert grad is not None
@@ -180,9 +188,12 @@ def find(
         reason = _mismatch(param, grad, tensors)
         if reason is not None:
             return reason
+        for name in followed:
+            if state[name].dtype != torch.float32 or state[name].device != param.device:
+                return f"{name} of a parameter is on another device, or not float32"
         # Where the kernels can count, for good; elsewhere it would have to be sent every time.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
-    rows, copies = _local_rows(members, *keys)
+    rows, copies = _local_rows(members, *keys, followed)
     # Addresses of copies change from step to step, so those of gradients must be asked for anew.
     glance = [] if copies else _glance(members, *keys)
     matrices = None
@@ -217,7 +228,7 @@ def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Pl
             return "a pending sum is on another device than its parameter"
         if pending.dtype not in _DTYPES or pending.stride() != param.stride():
             return "a pending sum is of another dtype or layout than its parameter"
-        addresses = (param.data_ptr(), 0, 0, 0, pending.data_ptr(), 0)
+        addresses = (param.data_ptr(), 0, 0, 0, pending.data_ptr(), 0, 0, 0)
         kind = param.device, param.dtype, param.dtype, pending.dtype, False
         rows.append((*addresses, param.numel(), *kind))
     plan = plans[key] = _refreshed(plan, rows, glance, None, Plan)
@@ -259,6 +270,7 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
                 *(tensor.data_ptr() for tensor in addresses),
                 0,
                 state["step"].data_ptr(),
+                *(0, 0),
                 param.numel(),
                 param.device,
                 param.dtype,
@@ -388,7 +400,7 @@ def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> lis
 
 
 def _local_rows(
-    members: Sequence[Member], dual: str, memory: str, step: str
+    members: Sequence[Member], dual: str, memory: str, step: str, followed: Sequence[str]
 ) -> tuple[list[Row], list[Tensor]]:
     rows: list[Row] = []
     copies: list[Tensor] = []
@@ -404,6 +416,7 @@ def _local_rows(
                 state[memory].data_ptr(),
                 state.get("pending", dual_tensor).data_ptr(),
                 state[step].data_ptr(),
+                *(tuple(state[name].data_ptr() for name in followed) or (0, 0)),
                 param.numel(),
                 param.device,
                 param.dtype,

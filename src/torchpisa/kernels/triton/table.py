@@ -25,13 +25,13 @@ class Kind(NamedTuple):
     fresh: bool
 
 
-# Addresses of parameter, gradient, dual, the preconditioner's memory, pending sum and step counter;
-# number of elements; and the fields of `Kind`. A plain tuple, since one is made and compared for
-# every parameter in every step.
+# Addresses of parameter, gradient, dual, the preconditioner's memory, pending sum, step counter,
+# sigma and level, 0 for what a kernel does not need; number of elements; and the fields of `Kind`.
+# A plain tuple, since one is made and compared for every parameter in every step.
 Row = tuple[Any, ...]
-ADDRESSES = slice(0, 6)
-SIZE = 6
-KIND = slice(7, None)
+ADDRESSES = slice(0, 8)
+SIZE = 8
+KIND = slice(9, None)
 
 
 class Matrices(NamedTuple):
