@@ -43,6 +43,11 @@ def test_gpu_equals_cpu(entry, foreach):
     assert (weights(cpu) - weights(gpu)).norm() < tolerance * weights(cpu).norm()
 
 
+def duals(opt, name="dual"):
+    """MISA's batches share one; the others have one each."""
+    return [state.get(name, state.get(f"{name}.0")) for state in opt.state.values()]
+
+
 @each
 def test_model_moved_after_construction(entry):
     early, late = network(), network().cuda()
@@ -51,7 +56,7 @@ def test_model_moved_after_construction(entry):
     train(early, opt, 6, "cuda")
     train(late, entry(late.parameters()), 6, "cuda")
     torch.testing.assert_close(weights(early), weights(late), rtol=1e-5, atol=1e-6)
-    assert all(state["dual.0"].is_cuda for state in opt.state.values())
+    assert all(dual.is_cuda for dual in duals(opt))
 
 
 @each
@@ -74,8 +79,8 @@ def test_state_loads_onto_the_device(entry):
     train(cpu, a, 5, "cpu")
     b = entry.without_initial_consensus(gpu.parameters())
     b.load_state_dict(a.state_dict())
-    assert all(state["dual.0"].is_cuda for state in b.state.values())
-    assert all(state["step.0"].device.type == "cpu" for state in b.state.values())
+    assert all(dual.is_cuda for dual in duals(b))
+    assert all(counter.device.type == "cpu" for counter in duals(b, "step"))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -124,6 +129,7 @@ def test_cuda_graph_replay_equals_eager(cls, batches):
         model = network().cuda()
         lr = torch.tensor(1.0, device="cuda")
         settings = {"batches": batches, "capturable": True, "gamma": 0.99, "nonfinite": "skip"}
+        settings |= {"sigma": 0.5, "rho": 1e3} if cls is SISA else {}
         opt = cls(model.parameters(), lr=lr, **settings)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -230,7 +236,7 @@ def test_nonfinite_gradients_are_reported_later(cls, foreach):
     opt.flush()
 
 
-@pytest.mark.parametrize("cls", [SISA, NSISA])
+@pytest.mark.parametrize("cls", [SISA, NSISA, MISA])
 def test_whole_training_step_in_a_graph(cls):
     """Forward, backward and step: the gradients live in the graph's own memory. Steps taken beside
     it, on other gradients, do not disturb the replays."""
@@ -285,23 +291,34 @@ def test_no_full_size_temporaries(batches, clip):
     params = [nn.Parameter(torch.randn(1000, 4000, device="cuda")) for _ in range(2)]
     for p in params:
         p.grad = torch.randn_like(p)
-    opt = SISA(params, batches=batches, clip=clip, weight_decay=0.1, fused=True)
+    settings = {"batches": batches, "clip": clip, "weight_decay": 0.1}
+    opt = SISA(params, sigma=0.5, rho=1e3, fused=True, **settings)
     assert peak_of_a_step(opt) <= 0.01 * sum(4 * p.numel() for p in params)
 
 
-def test_temporaries_of_newton_schulz_keep_to_their_bound(monkeypatch):
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_no_full_size_temporaries_without_sigma(clip):
+    params = [nn.Parameter(torch.randn(1000, 4000, device="cuda")) for _ in range(2)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt = SISA(params, clip=clip, fused=True)
+    assert peak_of_a_step(opt) <= 0.01 * sum(4 * p.numel() for p in params)
+
+
+@pytest.mark.parametrize("cls", [NSISA, MISA])
+def test_temporaries_of_newton_schulz_keep_to_their_bound(cls, monkeypatch):
     monkeypatch.setattr(newton_schulz, "CHUNK_BYTES", 16 * 2**20)
     params = [nn.Parameter(torch.randn(512, 2048, device="cuda")) for _ in range(8)]
     params += [nn.Parameter(torch.randn(2048, 512, device="cuda")) for _ in range(3)]
     for p in params:
         p.grad = torch.randn_like(p)
-    opt = NSISA(params, fused=True)
+    opt = cls(params, fused=True)
     assert 8 * 2**20 < peak_of_a_step(opt) <= 16 * 2**20 + 0.01 * sum(4 * p.numel() for p in params)
 
 
 def test_one_launch_for_all_parameters():
     params = [nn.Parameter(torch.randn(n, device="cuda")) for n in (5, 3000, 64, 1)]
-    opt = SISA(params, fused=True, nonfinite="ignore")
+    opt = SISA(params, sigma=0.5, rho=1e3, fused=True, nonfinite="ignore")
     for p in params:
         p.grad = torch.randn_like(p)
     opt.step()

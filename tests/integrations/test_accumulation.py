@@ -86,6 +86,19 @@ def test_passes_that_make_up_one_batch_are_no_reason_to_warn():
         optimizer.step()
 
 
+def test_passes_whose_gradients_were_cleared_are_no_reason_to_warn(recwarn):
+    """As they are when kernels are warmed up before a CUDA graph is captured."""
+    batches, net = micro_batches(), model()
+    optimizer = SISA(net.parameters(), batches=STEPS)
+    for batch in batches[: 2 * STEPS]:
+        for _ in range(STEPS):
+            for param in net.parameters():
+                param.grad = None
+            net(**batch)["loss"].backward()
+        optimizer.step()
+    assert not [warning for warning in recwarn if warning.category is AccumulationWarning]
+
+
 def test_the_watch_lets_go_of_the_model():
     net = model()
     optimizer = OPTIMIZERS["sisa"](net.parameters())

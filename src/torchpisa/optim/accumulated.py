@@ -1,6 +1,7 @@
 """Warn when a loop adds up gradients that an optimizer with several batches wants one by one."""
 
 import warnings
+import weakref
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -22,6 +23,7 @@ class AccumulationWatch:
     def __init__(self) -> None:
         self._handle: RemovableHandle | None = None
         self._passes = self._looks = 0
+        self._grad: weakref.ref[Tensor] | None = None
 
     def look(self, params: Sequence[Tensor], batches: int) -> None:
         """Look at what has happened since the step before; called at the beginning of each one.
@@ -59,5 +61,10 @@ class AccumulationWatch:
         """Forget the passes of a batch that was left out."""
         self._passes = 0
 
-    def _count(self, _: Tensor) -> None:
+    def _count(self, param: Tensor) -> None:
+        # Not added up if the gradient was cleared meanwhile, as before a graph is captured.
+        if self._grad is None or self._grad() is not param.grad:
+            self._passes = 0
+        assert param.grad is not None
+        self._grad = weakref.ref(param.grad)
         self._passes += 1

@@ -35,7 +35,8 @@ def test_run_is_like_that_on_a_cpu(name: str, batches: int) -> None:
     assert gpu["optimizer_ms"] > 0
 
 
-@pytest.mark.parametrize("name", ["adamw", "sisa", "nsisa"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("name", ["adamw", "sisa", "nsisa", "misa"])
 def test_steps_do_not_wait_for_the_device(name: str) -> None:
     training = LanguageTraining(settings(name, 4), torch.device("cuda"), None)
     for _ in range(3):  # kernels are compiled, state is built
