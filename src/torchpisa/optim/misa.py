@@ -66,7 +66,8 @@ class MISA(RoundOptimizer):
         look_ahead: \(c \ge 1\). 2 is the paper's consensus, `1 + momentum` Nesterov momentum.
         before: what happens to the U of a matrix before it is orthogonalised, a stage of
             `torchpisa.preconditioners.consensus`: `Whiten()`, `EigenbasisMoment()`, or None for
-            nothing. Stages have state of their own, and take no sharded parameters.
+            nothing. Stages have state of their own. They take no sharded parameters, and cannot
+            be captured in a CUDA graph.
         damping: \(\tau \ge 0\), orthogonalise less sharply: a singular value s of U becomes
             \(s / \sqrt{s^2 + \tau^2}\), \(\tau\) as a multiple of their root mean square, instead
             of 1.
@@ -286,11 +287,6 @@ class MISA(RoundOptimizer):
                 "before must be None or a stage of torchpisa.preconditioners.consensus, such as "
                 f"Whiten(), got {before!r}"
             )
-        if before is not None and group["capturable"]:
-            raise ValueError(
-                f"before must be None with capturable=True, got {before!r}: its refreshes are not "
-                "the same in every round, and a CUDA graph replays one round"
-            )
         check_range("damping", group["damping"], 0, high_open=True)
         if group["row_beta"] is not None:
             check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
@@ -335,6 +331,11 @@ def _move(
         round: rounds that are done.
         keep: nothing changes if this is False; None for True.
     """
+    if group["before"] is not None and _is_captured(members):
+        raise RuntimeError(
+            f"before must be None for a CUDA graph, got {group['before']!r}: its refreshes are not "
+            "in every round, and a graph would replay one round. Step outside of the graph"
+        )
     many = keep is None and many_at_once(group, members)
     step = kernels.foreach_step if many else kernels.loop_step
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
@@ -350,6 +351,11 @@ def _move(
     for (matrix, decays, *_), (alike_members, own_grads) in alike.items():
         decay = float(group["weight_decay"]) if decays else 0.0
         step(ConsensusJob(alike_members, own_grads, matrix, group, lr, decay, round, keep))
+
+
+def _is_captured(members: list[Member]) -> bool:
+    on_gpu = any(member.param.is_cuda for member in members)
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def _gradient(member: Member, group: Group, scale: Tensor | None) -> Tensor:
