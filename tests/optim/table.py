@@ -9,6 +9,7 @@ import torch
 from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.penalty import Every
 from torchpisa.preconditioners import SecondMoment
+from torchpisa.preconditioners.consensus import Whiten
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ ENTRIES = [
             **{"batches": 2, "weights": [1, 2], "row_beta": None, "momentum": 0.5, "clip": 0.7},
             **{"look_ahead": 1.5, "weight_decay": 0.1, "ns_dtype": None},
         },
+    ),
+    Entry(
+        "misa-whiten",
+        MISA,
+        {"before": Whiten(every=2), "damping": 0.1, "batches": 2, "ns_dtype": None},
     ),
 ]
 
@@ -149,6 +155,8 @@ BAD_OWN = {
     MISA: [
         BadInput({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1\.0"),
         BadInput({"look_ahead": 0.9}, r"look_ahead must be a finite number >= 1, got 0\.9"),
+        BadInput({"before": "whiten"}, r"before must be None or a stage of .*, got 'whiten'"),
+        BadInput({"damping": -0.1}, r"damping must be a finite number >= 0, got -0\.1"),
         BadInput({"row_beta": 1.0}, r"row_beta must be in \[0, 1\), got 1\.0"),
         BadInput({"beta": 0.0}, r"beta must be in \(0, 1\), got 0\.0"),
         BadInput({"eps": -1e-8}, r"eps must be a finite number >= 0, got -1e-08"),

@@ -172,6 +172,7 @@ def test_state_dtype(entry):
     assert loss(model) < before
     for state in opt.state.values():
         tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        tensors.pop("gram", None)  # of a stage: rounding could make it indefinite
         assert {v.dtype for v in tensors.values() if v.dim()} == {torch.bfloat16}
 
 

@@ -31,8 +31,6 @@ __all__ = ["FOREACH", "LOOP", "ConsensusJob", "ConsensusKernel", "gradients"]
 
 # State that is rounded when it is stored.
 _LARGE = ("dual", "rows", "moment")
-# How much more a stage has in memory at once than the orthogonalisation of the same matrices.
-_STAGE_COPIES = 3
 
 
 @dataclass(slots=True)
@@ -232,18 +230,25 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
 
 def _staged(job: ConsensusJob, us: Tensors, grads: Tensors) -> Tensors:
     """Return what the stage before the orthogonalisation makes of U, and update its state."""
-    shapes = [_shape(member) for member in job.members]
-    most = newton_schulz.CHUNK_BYTES // _STAGE_COPIES
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, member in enumerate(job.members):
+        alike.setdefault(tuple(sorted(_shape(member))), []).append(index)
     staged = list(us)
-    for chunk in newton_schulz.chunks(shapes, us[0].element_size(), most):
-        members = [job.members[index] for index in chunk.indexes]
-        tensors = ([column[index] for index in chunk.indexes] for column in (us, grads))
-        results, new = _through_stage(job, members, *tensors)
-        for index, result in zip(chunk.indexes, results, strict=True):
-            staged[index] = result
-        for key, values in new.items():
-            for member, value in zip(members, values, strict=True):
-                store(member.state[key], value, job.settings["stochastic_rounding"])
+    for (n, k), indexes in alike.items():
+        state = [job.members[indexes[0]].state[name] for name in job.settings["before"].names]
+        # Matrices, what they become on the way, and for each part of the state about four more.
+        numbers = 6 * n * k + 4 * sum(part.numel() for part in state)
+        most = max(1, newton_schulz.CHUNK_BYTES // (numbers * us[0].element_size()))
+        for start in range(0, len(indexes), most):
+            chunk = indexes[start : start + most]
+            members = [job.members[index] for index in chunk]
+            tensors = ([column[index] for index in chunk] for column in (us, grads))
+            results, new = _through_stage(job, members, *tensors)
+            for index, result in zip(chunk, results, strict=True):
+                staged[index] = result
+            for key, values in new.items():
+                for member, value in zip(members, values, strict=True):
+                    store(member.state[key], value, job.settings["stochastic_rounding"])
     return staged
 
 

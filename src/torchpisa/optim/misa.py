@@ -63,7 +63,8 @@ class MISA(RoundOptimizer):
         look_ahead: \(c \ge 1\). 2 is the paper's consensus, `1 + momentum` Nesterov momentum.
         before: what happens to the U of a matrix before it is orthogonalised, a stage of
             `torchpisa.preconditioners.consensus`: `Whiten()`, `EigenbasisMoment()`, or None for
-            nothing. Stages have state of their own, and take no sharded parameters.
+            nothing. Stages have state of their own. They take no sharded parameters, and cannot
+            be captured in a CUDA graph.
         damping: \(\tau \ge 0\), orthogonalise less sharply: a singular value s of U becomes
             \(s / \sqrt{s^2 + \tau^2}\), \(\tau\) as a multiple of their root mean square, instead
             of 1.
@@ -215,6 +216,12 @@ class MISA(RoundOptimizer):
                 kind = number, matrix, decays, param.get_device(), dtypes, member.whole is None
                 job = jobs.get(kind)
                 if job is None:
+                    if matrix and group["before"] is not None and _is_captured(member):
+                        raise RuntimeError(
+                            f"before must be None for a CUDA graph, got {group['before']!r}: its "
+                            "refreshes are not in every round, and a graph would replay one "
+                            "round. Step outside of the graph"
+                        )
                     decay = float(group["weight_decay"]) if decays else 0.0
                     job = jobs[kind] = ConsensusJob(
                         [], [], matrix, group, lr, decay, self.iteration, None
@@ -307,11 +314,6 @@ class MISA(RoundOptimizer):
                 "before must be None or a stage of torchpisa.preconditioners.consensus, such as "
                 f"Whiten(), got {before!r}"
             )
-        if before is not None and group["capturable"]:
-            raise ValueError(
-                f"before must be None with capturable=True, got {before!r}: its refreshes are not "
-                "the same in every round, and a CUDA graph replays one round"
-            )
         check_range("damping", group["damping"], 0, high_open=True)
         if group["row_beta"] is not None:
             check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
@@ -363,6 +365,11 @@ def _clip_scale(
 
         total = dtensor.summed(total, dtensor.groups(wholes))
     return (clip / total.sqrt()).clamp(max=1)
+
+
+def _is_captured(member: Member) -> bool:
+    """Return whether what is done to a parameter goes into a CUDA graph."""
+    return member.param.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:

@@ -28,9 +28,9 @@ class Whiten(Stage):
     Of a matrix that is taller than wide, \(g^\top g\) and \(U R\). One side of Shampoo's
     preconditioner (Gupta et al., 2018), before an orthogonalisation.
 
-    State of an n x k matrix, n <= k: \(C\) in the optimizer's state dtype and \(R\), from one
-    refresh to the next, in bfloat16: \(6\,n/k\) bytes per parameter, so 6 for a square matrix and
-    1.5 for one that is four times as wide. (\(R\) of float64 parameters is float64.)
+    State of an n x k matrix, n <= k: \(C\) in float32 and \(R\), from one refresh to the next, in
+    bfloat16: \(6\,n/k\) bytes per parameter, so 6 for a square matrix and 1.5 for one that is four
+    times as wide. (Both are float64 for float64 parameters.)
 
     Args:
         power: \(p\), 1/4 or 1/2.
@@ -58,9 +58,11 @@ class Whiten(Stage):
         return "gram", "root"
 
     def init_state(self, n: int, k: int, like: Tensor) -> dict[str, Tensor]:
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.bfloat16
-        identity = torch.eye(n, dtype=dtype, device=like.device)
-        return {"gram": like.new_zeros(n, n), "root": identity}
+        # A matrix that is rounded to bfloat16 may have negative eigenvalues.
+        wide = torch.promote_types(like.dtype, torch.float32)
+        narrow = torch.float64 if wide == torch.float64 else torch.bfloat16
+        gram = torch.zeros(n, n, dtype=wide, device=like.device)
+        return {"gram": gram, "root": torch.eye(n, dtype=narrow, device=like.device)}
 
     def apply(
         self, u: Tensor, g: Tensor, state: Mapping[str, Tensor], round: int
