@@ -32,15 +32,25 @@ def weights(model):
     return torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
 
 
+def distance(one, other):
+    return float((weights(one) - weights(other)).norm() / weights(one).norm())
+
+
+def tolerance(entry):
+    """Newton-Schulz multiplies the rounding errors of small singular values; whitening keeps its
+    root in bfloat16, so a last digit may become a third one."""
+    if entry.make is NSISA:
+        return 3e-2
+    return 1e-3 if "before" in entry.settings else 1e-4
+
+
 @each
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 def test_gpu_equals_cpu(entry, foreach):
     cpu, gpu = network(), network().cuda()
     train(cpu, entry(cpu.parameters(), foreach=foreach), 12, "cpu")
     train(gpu, entry(gpu.parameters(), foreach=foreach), 12, "cuda")
-    # Newton-Schulz multiplies the rounding errors of small singular values.
-    tolerance = 3e-2 if entry.make is NSISA else 1e-4
-    assert (weights(cpu) - weights(gpu)).norm() < tolerance * weights(cpu).norm()
+    assert distance(cpu, gpu) < tolerance(entry)
 
 
 def duals(opt, name="dual"):
@@ -69,7 +79,7 @@ def test_model_moved_back(entry):
     other = entry(expected.parameters())
     for _ in range(2):
         train(expected, other, 6, "cpu")
-    torch.testing.assert_close(weights(model), weights(expected), rtol=1e-4, atol=1e-5)
+    assert distance(expected, model) < tolerance(entry)
 
 
 @each

@@ -251,11 +251,11 @@ def test_copies_step_on():
 
 def test_fused_says_why_it_cannot(monkeypatch):
     for param, reason in (
-        (torch.ones(2, 2, dtype=torch.float64), "float64"),
-        (torch.ones(8)[::2], "gaps"),
+        (torch.ones(2, 2, dtype=torch.float64, device=DEVICE), "float64"),
+        (torch.ones(8, device=DEVICE)[::2], "gaps"),
     ):
         with pytest.raises(ValueError, match=f"fused=True is not possible: .*{reason}"):
-            MISA([nn.Parameter(param.to(DEVICE))], fused=True)
+            MISA([nn.Parameter(param)], fused=True)
     for own in ({"before": Whiten()}, {"damping": 0.1}):
         with pytest.raises(ValueError, match=r"there is no kernel for (before=Whiten|damping=0.1)"):
             MISA([nn.Parameter(torch.ones(2, 2, device=DEVICE))], fused=True, **own)
