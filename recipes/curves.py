@@ -205,9 +205,11 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
                 axes.set_ylim(*within)
             axes.grid(color=INK, alpha=0.2, lw=0.6)
             axes.spines[["top", "right"]].set_visible(False)
+        rows_of_legend = max(1, math.ceil(len(handles) / 6))
         figure.legend(
             *(list(handles.values()), [display_name(label) for label in handles]),
-            **{"loc": "outside upper center", "ncols": min(7, len(handles)), "frameon": False},
+            **{"loc": "outside upper center", "frameon": False},
+            ncols=max(1, math.ceil(len(handles) / rows_of_legend)),
         )
         figure.supxlabel(x_label, fontsize=9)
         figure.savefig(path, transparent=True, metadata={"Date": None})

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ import torchpisa
 from torchpisa.optim.param_groups import split
 from torchpisa.penalty import gamma_l
 
-__all__ = ["TITLES", "Choice", "Schedule", "build", "missing_requirement"]
-__all__ += ["scale_learning_rates", "state_bytes"]
+__all__ = ["TITLES", "Choice", "Schedule", "build", "capturable", "gamma_rule"]
+__all__ += ["grow_sigmas", "missing_requirement", "scale_learning_rates", "state_bytes"]
 
 TITLES = {
     "sisa": "SISA",
@@ -135,13 +135,38 @@ def build(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
     optimizer = BUILDERS[choice.name](choice, model, rounds)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
+        if choice.options.get("capturable"):
+            group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
     return optimizer
+
+
+def capturable(choice: Choice) -> Choice:
+    """Return the choice for rounds captured in a CUDA graph; gamma is left to `grow_sigmas`."""
+    options = {name: value for name, value in choice.options.items() if name != "gamma"}
+    return replace(choice, options={**options, "capturable": True})
+
+
+def gamma_rule(choice: Choice, rounds: int) -> Callable[[int], float] | None:
+    """Return gamma by round for a choice that has it in epochs, else None."""
+    gamma = choice.options.get("gamma")
+    return gamma_l(*gamma, rounds) if isinstance(gamma, tuple | list) else None
+
+
+def grow_sigmas(optimizer: Optimizer, gamma: float) -> None:
+    """Divide the sigmas, which are tensors if the optimizer is capturable, by gamma."""
+    for group in optimizer.param_groups:
+        for sigma in group["sigma"]:
+            sigma.div_(gamma)
 
 
 def scale_learning_rates(optimizer: Optimizer, factor: float) -> None:
     """Set all learning rates to a multiple of their initial values."""
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
+        value = group["initial_lr"] * factor
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -168,9 +193,9 @@ def build_misa(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
 
 def consensus(cls: type[Optimizer], choice: Choice, params: Any, rounds: int) -> Optimizer:
     options = dict(choice.options)
-    gamma = options.get("gamma")
-    if isinstance(gamma, tuple | list):
-        options["gamma"] = gamma_l(*gamma, rounds)
+    gamma = gamma_rule(choice, rounds)
+    if gamma is not None:
+        options["gamma"] = gamma
     # Gradients that are not finite show in the loss, which ends the run; looking costs time.
     return cls(params, batches=choice.batches, nonfinite="ignore", **options)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from recipes.recipe import Line
 
 __all__ = [
     "GraphedPass",
+    "GraphedRound",
     "Training",
     "checkpoint_file",
     "finite_or_none",
@@ -223,6 +225,56 @@ class GraphedPass:
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
         self.graph.replay()
+        self.set_gradients()
+        return self.output
+
+    def set_gradients(self) -> None:
+        """Make the tensors that all passes write to the parameters' gradients."""
         for param, grad in zip(self.params, self.grads, strict=True):
             param.grad = grad
-        return self.output
+
+
+class GraphedRound:
+    """All passes and steps of a round as one CUDA graph.
+
+    An optimizer that launches a few kernels per step spends most of a small model's training on
+    the host; a replayed round costs the host one launch. What changes from round to round must be
+    in tensors on the device, such as a learning rate.
+
+    Args:
+        single: the pass, captured; it shares its memory and must not run any more.
+        optimizer: made with `capturable=True`, after at least one round without the graph.
+        inputs: examples of a round's inputs.
+        parts: passes and steps of a round; each gets an equal part of the inputs.
+    """
+
+    def __init__(
+        self,
+        single: GraphedPass,
+        optimizer: torch.optim.Optimizer,
+        inputs: Sequence[Tensor],
+        parts: int,
+    ) -> None:
+        if single.graph is None:
+            raise ValueError("single must be captured, got a pass without a graph")
+        self.inputs = [tensor.clone() for tensor in inputs]
+        random_state = torch.cuda.get_rng_state()
+        self.graph = torch.cuda.CUDAGraph()
+        gc.collect()
+        gc.disable()  # what is freed during a capture may belong to the capture's memory
+        try:
+            with torch.cuda.graph(self.graph, pool=single.graph.pool()):
+                for share in zip(*(tensor.chunk(parts) for tensor in self.inputs), strict=True):
+                    single.backward(share)
+                    torch._foreach_copy_(single.grads, [param.grad for param in single.params])
+                    single.set_gradients()
+                    optimizer.step()
+        finally:
+            gc.enable()
+        torch.cuda.set_rng_state(random_state)
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Train on a round."""
+        for static, value in zip(self.inputs, inputs, strict=True):
+            static.copy_(value)
+        self.graph.replay()

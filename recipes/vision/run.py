@@ -12,6 +12,7 @@ from recipes import datasets, optimizers
 from recipes.recipe import Line
 from recipes.training import (
     GraphedPass,
+    GraphedRound,
     Training,
     finite_or_none,
     forward_precision,
@@ -26,6 +27,7 @@ from recipes.vision.models import build
 __all__ = ["VisionTraining", "missing_requirement", "require_data", "run"]
 
 TEST_BATCH = 1000
+ROUNDS_BEFORE_GRAPH = 3  # in which the optimizer makes its state and compiles its kernels
 
 
 def run(
@@ -80,8 +82,15 @@ class VisionTraining(Training):
             *(settings.dataset, settings.model, self.data.classes, settings.width, seed)
         ).to(device)
         self.forward = torch.compile(self.model) if compile else self.model
-        self.optimizer = optimizers.build(settings.choice, self.model, self.rounds)
+        choice = settings.choice
+        self.graphs_rounds = device.type == "cuda" and choice.name in optimizers.CONSENSUS
+        self.gamma = optimizers.gamma_rule(choice, self.rounds) if self.graphs_rounds else None
+        if self.graphs_rounds:
+            choice = optimizers.capturable(choice)
+        self.optimizer = optimizers.build(choice, self.model, self.rounds)
         self._pass: GraphedPass | None = None
+        self._round: GraphedRound | None = None
+        self._rounds_without_graph = 0
         self._sums = torch.zeros(2, device=device)  # losses and right answers of an epoch
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -100,20 +109,15 @@ class VisionTraining(Training):
         start = time.perf_counter()
         seed_from(settings.seed, self.done)
         self.model.train()
-        parts = settings.choice.batches
-        share = settings.batch // parts
-        order = settings.batch, share, settings.seed, self.done
+        order = settings.batch, settings.batch, settings.seed, self.done
         for number, (inputs, targets) in enumerate(self.data.batches(*order)):
-            if self._pass is None:
-                changes = [*self.model.buffers(), self._sums]
-                params = self.model.parameters()
-                graph = self.forward is self.model  # a compiled model is left to torch.compile
-                self._pass = GraphedPass(self.loss, params, (inputs, targets), changes, graph)
-            moment = self.done + number // parts / self.rounds
-            rate = settings.schedule.factor(moment, settings.epochs)
+            rate = settings.schedule.factor(self.done + number / self.rounds, settings.epochs)
             optimizers.scale_learning_rates(self.optimizer, rate)
-            self._pass(inputs, targets)
-            self.optimizer.step()
+            if self.gamma is not None:
+                gamma = self.gamma(self.done * self.rounds + number)
+                if gamma != 1:
+                    optimizers.grow_sigmas(self.optimizer, gamma)
+            self.train_round(inputs, targets)
         self.done += 1
         loss, right = (self._sums / (self.rounds * settings.batch)).tolist()
         self._sums.zero_()
@@ -131,6 +135,25 @@ class VisionTraining(Training):
             "diverged": finite_or_none(loss) is None,
         }
 
+    def train_round(self, inputs: Tensor, targets: Tensor) -> None:
+        """Train on a batch: in parts for an optimizer with several, on a GPU as one graph."""
+        parts = self.settings.choice.batches
+        if self._pass is not None and self._round is None and self.graphs_rounds:
+            if self._pass.graph is None:
+                self.graphs_rounds = False
+            elif self._rounds_without_graph >= ROUNDS_BEFORE_GRAPH:
+                self._round = GraphedRound(self._pass, self.optimizer, (inputs, targets), parts)
+        if self._round is not None:
+            self._round(inputs, targets)
+            return
+        for share in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+            if self._pass is None:
+                changes = [*self.model.buffers(), self._sums]
+                self._pass = GraphedPass(self.loss, self.model.parameters(), share, changes)
+            self._pass(*share)
+            self.optimizer.step()
+        self._rounds_without_graph += 1
+
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
         """Return loss and accuracy on the test images."""
@@ -139,7 +162,7 @@ class VisionTraining(Training):
         count = 0
         for inputs, targets in self.data.tests(TEST_BATCH):
             with forward_precision(self.settings.precision, self.device):
-                outputs = self.forward(self.data.normalise(inputs))
+                outputs = self.model(self.data.normalise(inputs))
             outputs = outputs.float()
             right = (outputs.argmax(1) == targets).sum()
             sums += torch.stack([F.cross_entropy(outputs, targets, reduction="sum"), right])

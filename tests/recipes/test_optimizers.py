@@ -12,6 +12,9 @@ from recipes.optimizers import (
     Choice,
     Schedule,
     build,
+    capturable,
+    gamma_rule,
+    grow_sigmas,
     missing_requirement,
     scale_learning_rates,
     state_bytes,
@@ -88,6 +91,33 @@ def test_gamma_in_epochs_becomes_gamma_in_rounds() -> None:
         seen.append(optimizer.param_groups[0]["sigma"])
     sigmas = [value[0] if isinstance(value, list | tuple) else value for value in seen]
     assert [float(value) for value in sigmas] == [1, 1, 1, 1, 1, 2, 2]
+
+
+def test_capturable_optimizers_have_what_changes_in_tensors() -> None:
+    """For replayed rounds: the rate, and sigma, which grows as it does by the rule itself."""
+    choice = Choice("sisa", {"sigma": 1.0, "rho": 1.0, "gamma": (0.5, 2)}, batches=2)
+    rule = gamma_rule(choice, rounds=3)
+    assert rule is not None
+    models = [nn.Linear(2, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = build(choice, models[0], rounds=3)
+    tensors = build(capturable(choice), models[1], rounds=3)
+    (group,) = tensors.param_groups
+    places = [group["lr"].data_ptr(), *(sigma.data_ptr() for sigma in group["sigma"])]
+    for number in range(7):
+        for optimizer in (plain, tensors):
+            scale_learning_rates(optimizer, 1 / (1 + number))
+        if rule(number) != 1:
+            grow_sigmas(tensors, rule(number))
+        for part in range(2):
+            for model, optimizer in zip(models, (plain, tensors), strict=True):
+                for param in model.parameters():
+                    param.grad = torch.full_like(param, 1.0 + part)
+                optimizer.step()
+        torch.testing.assert_close(models[1].weight, models[0].weight)
+    assert [sigma.item() for sigma in group["sigma"]] == plain.param_groups[0]["sigma"] == [2, 2]
+    assert [group["lr"].data_ptr(), *(sigma.data_ptr() for sigma in group["sigma"])] == places
+    assert gamma_rule(Choice("misa"), rounds=3) is None
 
 
 def test_schedules() -> None:
