@@ -1,5 +1,5 @@
-"""The rules that keep it ADMM: on heterogeneous batches the optimum is reached, and the tempting
-alternatives do not reach it."""
+"""The rules that keep it ADMM: on heterogeneous batches the optimum is reached, and by the tempting
+alternatives that a user can choose it is not."""
 
 import statistics
 
@@ -34,7 +34,7 @@ def rounds(opt, w, count, present=lambda round_: range(PROBLEM.m), before=lambda
 
 def test_full_rounds_reach_the_optimum():
     w = PROBLEM.start()
-    rounds(sisa(w), w, 150)
+    rounds(sisa(w), w, 120)
     assert PROBLEM.error(w) < 1e-8
 
 
@@ -65,45 +65,20 @@ def test_flush_takes_the_rule_for_absent_batches():
         assert torch.equal(opt.state[w][f"dual.{i}"], pi[i])
 
 
-def dropping(present, count, lr=lambda k: 1.0):
-    """What the rules replace: leave out who is missing and renormalise. Returns all iterates."""
-    w = PROBLEM.start().detach()
-    sigma, rho = PROBLEM.curvature, 1.0
-    pi = torch.zeros(PROBLEM.m, PROBLEM.n, dtype=torch.float64)
-    iterates = []
-    for k in range(count):
-        top, bottom = torch.zeros_like(w), 0.0
-        for i in present(k):
-            x = w.clone().requires_grad_()
-            (g,) = torch.autograd.grad(PROBLEM.loss(i, x), x)
-            d = -(pi[i] + g) / (sigma + rho)
-            top += PROBLEM.weights[i] * (pi[i] + 2 * sigma * d)
-            bottom += PROBLEM.weights[i] * sigma
-            pi[i] += sigma * d
-        w = w + lr(k) * top / bottom
-        iterates.append(w)
-    return iterates
-
-
-def test_dropping_absent_batches_would_be_wrong():
-    generator = torch.Generator().manual_seed(1)
-    some = lambda k: torch.randperm(PROBLEM.m, generator=generator)[:3].tolist()  # noqa: E731
-    assert PROBLEM.error(dropping(some, 400)[-1]) > 1e-2
-
-
-@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-@pytest.mark.parametrize("name", ["decaying", "warming up from zero", "zero in mid-run"])
-def test_lr_schedules_reach_the_optimum(name, tensor):
-    schedule = {
-        "decaying": lambda k: max(0.2, 0.99**k),
-        "warming up from zero": lambda k: min(1.0, k / 200),
-        "zero in mid-run": lambda k: float(not 20 <= k < 80),
-    }[name]
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda k: max(0.5, 0.97**k),
+        lambda k: min(1.0, k / 60),
+        lambda k: float(not 20 <= k < 40),
+    ],
+    ids=["decaying", "warming up from zero", "zero in mid-run"],
+)
+def test_lr_schedules_reach_the_optimum(schedule):
     w = PROBLEM.start()
-    lr = torch.tensor(1.0, dtype=torch.float64) if tensor else 1.0
-    opt = sisa(w, lr=lr)
+    opt = sisa(w)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
-    for _ in range(500):
+    for _ in range(220):
         rounds(opt, w, 1)
         scheduler.step()
     assert PROBLEM.error(w) < 1e-8
@@ -132,14 +107,14 @@ def test_clipping_the_residual_reaches_the_optimum():
     opt = sisa(w, clip=1.0)
     first = [float(torch.autograd.grad(PROBLEM.loss(i, w), w)[0].norm()) for i in range(PROBLEM.m)]
     assert max(first) > 10, "the clip must bite for the test to say anything"
-    rounds(opt, w, 200)
+    rounds(opt, w, 120)
     assert PROBLEM.error(w) < 1e-8
 
 
 def test_clipping_gradients_does_not():
     w = PROBLEM.start()
     opt = sisa(w)
-    for _ in range(400):
+    for _ in range(120):
         for i in range(PROBLEM.m):
             opt.zero_grad()
             PROBLEM.loss(i, w).backward()
@@ -163,21 +138,21 @@ def test_clip_is_the_norm_over_all_parameters(foreach):
 def test_gradients_missing_at_random():
     """Batch i's mini-batches reach the parameter with probability p_i, so the objective is
     sum a_i p_i F_i. Counting a missing gradient as zero keeps approaching its optimum as lr falls;
-    freezing the batch (as if absent) or dropping it stalls at another point."""
+    freezing the batch (as if absent) stalls at another point."""
     generator = torch.Generator().manual_seed(3)
     chances = torch.linspace(0.3, 1.0, PROBLEM.m, dtype=torch.float64)
     shares = [a * float(p) for a, p in zip(PROBLEM.weights, chances, strict=True)]
     hessian = sum(s * a.T @ a / len(a) for s, a in zip(shares, PROBLEM.a, strict=True))
     slope = sum(s * a.T @ b / len(a) for s, a, b in zip(shares, PROBLEM.a, PROBLEM.b, strict=True))
     optimum = torch.linalg.solve(hessian, slope)
-    count = 3000
+    count = 300
     reached = torch.rand(count, PROBLEM.m, generator=generator, dtype=torch.float64) < chances
-    lr = lambda k: 1 / (1 + k / 30)  # noqa: E731
 
-    def run(freeze):
+    def errors(freeze):
         w = PROBLEM.start()
         opt = sisa(w)
-        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 1 / (1 + k / 8))
+        distances = []
         for k in range(count):
             for i in range(PROBLEM.m):
                 opt.zero_grad()
@@ -187,18 +162,14 @@ def test_gradients_missing_at_random():
                     opt.step(batch=i)
             opt.flush()
             schedule.step()
-            yield w.detach().clone()
+            distances.append(float((w.detach() - optimum).norm()))
+        return statistics.mean(distances[20:40]), statistics.mean(distances[-40:])
 
-    def errors(iterates):
-        distances = [float((w - optimum).norm()) for w in iterates]
-        return statistics.mean(distances[200:300]), statistics.mean(distances[-300:])
-
-    early, late = errors(run(freeze=False))
-    assert late < 0.5 * early
-    for wrong in (run(freeze=True), dropping(lambda k: reached[k].nonzero().flatten(), count, lr)):
-        early_wrong, late_wrong = errors(wrong)
-        assert late_wrong > 0.8 * early_wrong
-        assert late_wrong > 5 * late
+    early, late = errors(freeze=False)
+    assert late < 0.3 * early
+    early_wrong, late_wrong = errors(freeze=True)
+    assert late_wrong > 0.8 * early_wrong
+    assert late_wrong > 5 * late
 
 
 def test_parameter_without_gradient_in_a_whole_round_is_left_alone():
@@ -233,18 +204,15 @@ def test_parameter_reached_by_some_batches_has_gradient_zero_in_the_others(forea
 
 
 def test_dual_decay_moves_the_fixed_point():
-    errors = {}
-    for decay in (1.0, 0.99):
-        w = PROBLEM.start()
-        rounds(sisa(w, dual_decay=decay), w, 400)
-        errors[decay] = PROBLEM.error(w)
-    assert errors[1.0] < 1e-8
-    assert errors[0.99] > 1e-5
+    """Where the undecayed run of as many rounds is at the optimum, above."""
+    w = PROBLEM.start()
+    rounds(sisa(w, dual_decay=0.99), w, 120)
+    assert PROBLEM.error(w) > 1e-3
 
 
 @pytest.mark.parametrize("q", [0.3, 1.0, 4.0])
 def test_one_batch_is_heavy_ball_with_a_look_ahead(q):
-    """y+ = b y - g(x + y)/(sigma + rho q), x+ = x + y+, over 2,000 steps; x + y is w."""
+    """y+ = b y - g(x + y)/(sigma + rho q), x+ = x + y+, over 300 steps; x + y is w."""
     sigma, rho = 0.7, 2.0 * q
     a = PROBLEM.a[3] / PROBLEM.curvature**0.5
     gradient = lambda w: a.T @ (a @ w - PROBLEM.b[3]) / len(a)  # noqa: E731
@@ -252,7 +220,7 @@ def test_one_batch_is_heavy_ball_with_a_look_ahead(q):
     opt = PISA([w], sigma=sigma, rho=rho)
     x, y = w.detach().clone(), torch.zeros_like(w)
     b = rho / (sigma + rho)
-    for _ in range(2000):
+    for _ in range(300):
         w.grad = gradient(w.detach())
         y = b * y - gradient(x + y) / (sigma + rho)
         x = x + y
@@ -276,10 +244,10 @@ def test_with_identity_the_duals_are_one_dual_on_the_averaged_gradient():
 @pytest.mark.parametrize(("cls", "expected"), [(NSISA, 1.0), (SISA, 11 / 3)])
 def test_nsisa_as_printed_finds_the_median(cls, expected):
     """Targets 0, 1 and 10: NSISA settles where the signs cancel, SISA at the minimum."""
-    w = torch.nn.Parameter(torch.tensor([[5.0]], dtype=torch.float64))
+    w = torch.nn.Parameter(torch.tensor([[2.0]], dtype=torch.float64))
     settings = {"momentum": 0.0} if cls is NSISA else {"rho": 1.0}
     opt = cls([w], sigma=20.0, batches=3, gamma=0.999, **settings)
-    for _ in range(1000):
+    for _ in range(200):
         for target in (0.0, 1.0, 10.0):
             opt.zero_grad()
             (0.5 * (w - target) ** 2).sum().backward()
