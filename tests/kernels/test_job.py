@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.optim.table import ENTRIES
-from tests.optim.test_errors import assert_unchanged, snapshot
+from tests.optim.test_arguments import assert_unchanged, snapshot
 from torchpisa import MISA, SISA
 from torchpisa.kernels.cpu import native
 from torchpisa.kernels.cpu.native import NATIVE

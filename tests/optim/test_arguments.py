@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.optim.table import BAD_COMMON, BAD_OWN, ENTRIES
 from torchpisa import MISA, NSISA, PISA, SISA
-from torchpisa.optim.param_groups import split
 from torchpisa.preconditioners import Hessian, NewtonSchulz, Preconditioner, SecondMoment
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -214,12 +213,6 @@ def test_unknown_arguments(cls):
     assert inspect.Parameter.VAR_KEYWORD not in kinds
     hints = typing.get_type_hints(cls.__init__)
     assert {"lr", "batches", "foreach", "nonfinite"} <= hints.keys()
-
-
-def test_split_names_unknown_heads():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"head must name modules of the model, got 'lm_head'"):
-        split(model, head="lm_head")
 
 
 def test_orthogonalize_needs_matrices():
