@@ -4,6 +4,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 FOLDERS := $(wildcard src tests examples benchmarks recipes docs)
 
+# Tests start many processes, which should not compile what they import each time anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint types docs unit clean workflows coverage oldest wheel tag-check publish-docs
 
@@ -13,20 +16,22 @@ help: ## list the targets
 venv: $(STAMP) ## create .venv with the package and its development tools
 
 # The pins reach the isolated build of the package too: through PIP_CONSTRAINT in older versions of
-# pip, through PIP_BUILD_CONSTRAINT in newer ones.
+# pip, through PIP_BUILD_CONSTRAINT in newer ones. Python compiles what is imported; pip would
+# compile everything there is, which takes a minute.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 5) and \
 		"The pinned tools need Python 3.11.5 or newer: make PYTHON=... (this is " + sys.version + ")")'
 	@echo "installing into .venv"
 	@$(PYTHON) -m venv .venv
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-		$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
+		$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
 demo: $(STAMP) ## a minute: MISA against AdamW and Muon, and on clients that hold one digit each
 	@$(BIN)/python examples/demo.py
 
-test: lint types docs unit ## everything that must pass: lint, types, docs, unit
+test: $(STAMP) ## everything that must pass: lint, types, docs, unit
+	@$(MAKE) --no-print-directory -j 2 lint types docs unit
 
 lint: $(STAMP) ## ruff: rules and formatting
 	@$(BIN)/ruff check --quiet $(FOLDERS)
@@ -53,7 +58,7 @@ oldest: ## the tests with the oldest supported Python and torch, in .venv-oldest
 	@$(OLDEST_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10) and \
 		"make oldest needs Python 3.10: make oldest OLDEST_PYTHON=... (this is " + sys.version + ")")'
 	@$(OLDEST_PYTHON) -m venv .venv-oldest
-	@PIP_CONSTRAINT=constraints-oldest.txt .venv-oldest/bin/python -m pip install -qq \
+	@PIP_CONSTRAINT=constraints-oldest.txt .venv-oldest/bin/python -m pip install -qq --no-compile \
 		--disable-pip-version-check -e ".[test]"
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -q -n 2 --dist loadgroup
 

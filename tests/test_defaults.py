@@ -1,4 +1,4 @@
-"""The defaults work out of the box: 2,000 steps on digits, mixed and sorted by label."""
+"""The defaults work out of the box: on digits, mixed and sorted by label."""
 
 from pathlib import Path
 from statistics import mean
@@ -12,10 +12,10 @@ from benchmarks.uneven_parts import parts_by_name
 from torchpisa import MISA, SISA
 from torchpisa.data import RoundSampler
 
-SEEDS, STEPS = 5, 2000
-# What torch.optim.AdamW has by `accuracy` with its defaults, mean of these seeds; at its best
-# learning rate, 1e-2, it has 97.68. torch 2.13 on a CPU.
-ADAMW = 97.04
+SEEDS, STEPS = 2, 400
+# What torch.optim.AdamW has by `accuracy` with its defaults, mean of these seeds; torch 2.13 on a
+# CPU. A tenth of its default learning rate costs SISA 3 and MISA 10 more.
+ADAMW = 96.6
 
 
 def accuracy(task, make, seed):
@@ -31,7 +31,7 @@ def accuracy(task, make, seed):
     return task.evaluate(model, "test")
 
 
-@pytest.mark.parametrize(("make", "margin"), [(SISA, -0.5), (MISA, 0.0)])
+@pytest.mark.parametrize(("make", "margin"), [(SISA, -0.5), (MISA, 1.0)])
 def test_digits_beside_adamw(make, margin):
     task = digits_mlp(Path(), torch.device("cpu"))
     assert mean(accuracy(task, make, seed) for seed in range(SEEDS)) >= ADAMW + margin
@@ -44,7 +44,7 @@ def test_sisa_on_parts_that_share_no_label(name):
     parts = parts_by_name(y)[name]
     model = task.model()
     opt = SISA(model.parameters(), batches=len(parts), weights=parts.weights)
-    for index in RoundSampler(parts, batch_size=32, rounds=STEPS // len(parts)):
+    for index in RoundSampler(parts, batch_size=32, rounds=2000 // len(parts)):
         opt.zero_grad()
         F.cross_entropy(model(x[index]), y[index]).backward()
         opt.step()

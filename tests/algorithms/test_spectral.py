@@ -43,9 +43,18 @@ def relative(value, wanted):
     return float((value.double() - wanted).norm() / wanted.norm())
 
 
+SHAPES = [(16, 16), (24, 60), (120, 150), (60, 24)]
+
+
 @pytest.mark.parametrize("way", FAST)
-@pytest.mark.parametrize("shape", [(16, 16), (24, 60), (60, 24), (120, 150)])
-@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize(
+    ("spectrum", "shape"),
+    [
+        (spectrum, shape)
+        for number, spectrum in enumerate(SPECTRA)
+        for shape in SHAPES[number % 2 :: 2]
+    ],
+)
 def test_as_accurate_as_an_svd_in_float32(way, shape, spectrum):
     """Within three times its error, for sigma/rho from 10 to 1e-4 of the largest singular value."""
     r = matrix(*shape, spectrum).float()
@@ -74,7 +83,7 @@ def test_definition():
 
 @pytest.mark.parametrize("way", FAST)
 @pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-30, 1e-12, 1.0, 1e12, 1e30])
-@pytest.mark.parametrize("spectrum", ["condition 1", "condition 1e+08", "rank n / 2"])
+@pytest.mark.parametrize("spectrum", ["condition 1e+08", "rank n / 2"])
 def test_every_scale(way, scale, spectrum):
     """Tiny, huge and zero matrices, with sigma from nothing to everything beside rho s."""
     r = (scale * matrix(12, 20, spectrum)).float()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
-from torch.distributed import checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.problem import backward, here, network, together, weights
@@ -27,8 +26,7 @@ EVERY = 3  # so that every second checkpoint is in the middle of a round
 class Kill(NamedTuple):
     """When a rank kills itself.
 
-    `moment` is "backward", after the backward pass of a step, "step", after the step, or the name
-    of a part of saving: "write_data" or "finish".
+    `moment` is "backward", after the backward pass of a step, or "step", after the step.
     """
 
     rank: int
@@ -60,24 +58,13 @@ def train(folder: Path, route: str, kill: Kill | None = None) -> dict[str, Any]:
         opt.step()
         _die_in(kill, step, "step")
         if step % EVERY == 0:
-            _prepare_to_die(kill, step)
             save(folder / f"step-{step:06}", model, opt, {"step": step})
     return {"resumed": first, "losses": losses, "weights": weights(model)}
 
 
 def _die_in(kill: Kill | None, step: int, moment: str) -> None:
     if kill == (distributed.get_rank(), step, moment):
-        _die()
-
-
-def _prepare_to_die(kill: Kill | None, step: int) -> None:
-    if kill is None or kill[:2] != (distributed.get_rank(), step):
-        return
-    setattr(dcp.FileSystemWriter, kill.moment, _die)
-
-
-def _die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:

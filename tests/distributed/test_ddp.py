@@ -72,9 +72,9 @@ def trained(
     ],
 )
 def test_equals_one_process(make: Any, ranks: int, views: bool, dtype: torch.dtype) -> None:
-    results = run(trained, ranks, make, 20, dtype, options={"gradient_as_bucket_view": views})
+    results = run(trained, ranks, make, 10, dtype, options={"gradient_as_bucket_view": views})
     assert identical(results)
-    assert difference(results, alone(make, ranks, 20, dtype)) <= TOLERANCE[dtype]
+    assert difference(results, alone(make, ranks, 10, dtype)) <= TOLERANCE[dtype]
 
 
 OPTIONS: list[dict[str, Any]] = [{"static_graph": True}, {"find_unused_parameters": True}]
@@ -110,8 +110,8 @@ def test_compiled_model(compiled: str) -> None:
 
 @pytest.mark.parametrize("make", [SISA, NSISA])
 def test_several_batches_per_rank(make: Any) -> None:
-    results = run(trained, 2, make, 20, per_rank=2)
-    assert difference(results, alone(make, 4, 20)) <= 1e-10
+    results = run(trained, 2, make, 10, per_rank=2)
+    assert difference(results, alone(make, 4, 10)) <= 1e-10
 
 
 # Gradients

@@ -74,7 +74,7 @@ WAYS: list[tuple[Any, dict[str, Any]]] = [
 
 
 def trained_in_all_ways() -> list[Any]:
-    return [trained(make, 10, **more) for make, more in WAYS]
+    return [trained(make, 5, **more) for make, more in WAYS]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_hsdp_equals_one_process(results: list[list[Any]], number: int) -> None:
     found = [of_rank[number] for of_rank in results]
     assert identical(found)
     tolerance = TOLERANCE[more.get("dtype", torch.float64)]
-    assert difference(found, alone(make, 2, 10, **more)) <= tolerance
+    assert difference(found, alone(make, 2, 5, **more)) <= tolerance
 
 
 # One replica: no process group, several batches in turn

@@ -58,9 +58,9 @@ def trained(make: Any, steps: int, dtype: torch.dtype, per_rank: int = 1, **more
     ],
 )
 def test_equals_one_process(make: Any, ranks: int, dtype: torch.dtype) -> None:
-    results = run(trained, ranks, make, 20, dtype)
+    results = run(trained, ranks, make, 10, dtype)
     assert identical(results)
-    assert difference(results, alone(make, ranks, 20, dtype)) <= TOLERANCE[dtype]
+    assert difference(results, alone(make, ranks, 10, dtype)) <= TOLERANCE[dtype]
 
 
 WAYS: list[dict[str, Any]] = [
@@ -96,9 +96,9 @@ def test_equals_one_process_with(results: list[list[Any]], number: int) -> None:
 
 @pytest.mark.parametrize("make", [SISA, NSISA, spectral])
 def test_several_batches_per_rank(make: Any) -> None:
-    results = run(trained, 2, make, 30, torch.float64, per_rank=2)
+    results = run(trained, 2, make, 10, torch.float64, per_rank=2)
     assert identical(results)
-    assert difference(results, alone(make, 4, 30)) <= 1e-10
+    assert difference(results, alone(make, 4, 10)) <= 1e-10
 
 
 def with_any_preconditioner() -> Any:

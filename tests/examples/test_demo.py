@@ -38,7 +38,7 @@ def check_picture(path: Path) -> None:
 
 
 def test_it_runs_compares_and_draws(demo: ModuleType, tmp_path: Path) -> None:
-    options = ["--steps", "4", "--rounds", "3", "--save", "demo.json", "--dark", "dark.png"]
+    options = ["--steps", "2", "--rounds", "2", "--save", "demo.json", "--dark", "dark.png"]
     done = subprocess.run(
         [sys.executable, DEMO, *options], cwd=tmp_path, capture_output=True, text=True
     )
@@ -50,7 +50,7 @@ def test_it_runs_compares_and_draws(demo: ModuleType, tmp_path: Path) -> None:
     assert [row[0] for row in demo.client_rows(runs)] == list(demo.ALGORITHMS)
     assert {run.task.name for run in runs if run.task.part == "text"} >= {"AdamW", "MISA"}
     for run in runs:
-        assert run.x[-1] == (4 if run.task.part == "text" else 3)
+        assert run.x[-1] == 2
         assert 0 < run.y[-1] < 100
 
 

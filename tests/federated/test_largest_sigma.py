@@ -21,8 +21,11 @@ def model() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-@pytest.mark.parametrize("local", [{}, {"local": Epochs(2, batch_size=6)}], ids=["one", "several"])
-@pytest.mark.parametrize("sigma", [5.0, 1e38])
+@pytest.mark.parametrize(
+    ("local", "sigma"),
+    [({}, 5.0), ({"local": Epochs(2, batch_size=6)}, 5.0), ({}, 1e38)],
+    ids=["one", "several", "at the end"],
+)
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("kind", ["pisa", "sisa", "misa"])
 def test_sigma_grows_to_its_end(kind: str, batched: bool, sigma: float, local: dict) -> None:

@@ -1,4 +1,4 @@
-"""Partitions: what each kind of skew promises, every message, and the picture."""
+"""Partitions: what each kind of skew promises, and every message."""
 
 import hashlib
 import math
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -426,31 +425,6 @@ def test_giving_up_says_what_to_change(
         way()
 
 
-# The picture
-
-
-def test_picture_is_written_and_always_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    parts = dirichlet(TEN + 90, 4, 0.5)
-    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
-    draw(parts, TEN + 90, first, title="four clients")
-    draw(parts, TEN + 90, str(second), title="four clients")
-    assert first.read_bytes() == second.read_bytes()
-    texts = [e.text for e in ElementTree.parse(first).iter() if e.tag.endswith("text")]
-    totals = [str(size) for size in parts.sizes] + ["60"] * 10
-    ticks = [*"0123", *(str(label) for label in range(90, 100))]
-    assert sorted(map(str, texts)) == sorted([*totals, *ticks, "four clients", "client", "label"])
-
-
-@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (150, 3), (2, 120)])
-def test_picture_of_few_and_of_many(clients: int, classes: int, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    labels = torch.arange(1500) % classes
-    draw(iid(labels, clients), labels, tmp_path / "who.png")
-    height, width, _ = image.imread(tmp_path / "who.png").shape
-    assert max(height, width) <= 12 * 150  # inches at 150 dots
-
-
 def test_area_of_a_disc_is_the_number_of_samples(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -473,9 +447,3 @@ def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'torchpisa[demo]'")):
         draw(iid(TEN, 2), TEN, tmp_path / "who.svg")
-
-
-def test_picture_needs_a_label_per_sample(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match=r"^labels must hold one label per sample"):
-        draw(iid(TEN, 2), TEN[:5], tmp_path / "who.svg")

@@ -1,7 +1,6 @@
 """Penalties that have grown to the end of float32, or for 200,000 rounds, leave numbers finite."""
 
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -34,8 +33,17 @@ WAYS = {
     "native": {"fused": True},
     "triton": {"fused": True},
 }
-kinds = pytest.mark.parametrize("kind", KINDS)
-ways = pytest.mark.parametrize("way", WAYS)
+# Fused kernels know neither preconditioners of one's own nor, in C, NSISA.
+UNFUSED = [kind for kind, (_, own) in KINDS.items() if "preconditioner" in own]
+kernels = pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        (kind, way)
+        for kind in KINDS
+        for way in WAYS
+        if not (kind in UNFUSED and "fused" in WAYS[way]) and (kind, way) != ("nsisa", "native")
+    ],
+)
 
 
 def make(kind, way, monkeypatch, dtype=torch.float32, **more):
@@ -47,8 +55,6 @@ def make(kind, way, monkeypatch, dtype=torch.float32, **more):
         monkeypatch.setattr(plan, "DEVICES", ["cuda", "cpu"])
     if way == "native" and native._library() is None:
         pytest.skip("needs a C compiler")
-    if ("preconditioner" in own and "fused" in WAYS[way]) or (cls is NSISA and way == "native"):
-        pytest.skip("has no such kernel")
     torch.manual_seed(0)
     shapes = ((4, 3), (2, 5)) if kind.startswith("spectral") else ((4, 3), (5,))
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
@@ -74,10 +80,8 @@ def assert_finite(params, opt):
     assert all(t.isfinite().all() for t in (*params, *tensors(opt)))
 
 
-@kinds
-@ways
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("sigma", [1e30, 1e38])
+@kernels
+@pytest.mark.parametrize(("batches", "sigma"), [(1, 1e38), (2, 1e30)])
 def test_sigma_at_the_end_of_float32(kind, way, batches, sigma, monkeypatch):
     """The duals are those of float64, where nothing is near an end."""
     more = {"sigma": sigma, "batches": batches}
@@ -94,11 +98,10 @@ def test_sigma_at_the_end_of_float32(kind, way, batches, sigma, monkeypatch):
         assert torch.equal(p.detach(), q.detach().float()), "so large a penalty moves nothing"
 
 
-@kinds
-@ways
+@kernels
 def test_growth_over_the_range_of_200_000_rounds(kind, way, monkeypatch):
     """1 / 0.999^200000 is 1e87, here in fewer rounds; float32 ends before half of them."""
-    rounds = {"triton": 40, "default": 2000}.get(way, 200)
+    rounds = 40 if way == "triton" else 100
     gamma = math.exp(200_000 * math.log(0.999) / rounds)
     params, opt = make(kind, way, monkeypatch, gamma=gamma)
     train(params, opt, rounds)
@@ -107,37 +110,13 @@ def test_growth_over_the_range_of_200_000_rounds(kind, way, monkeypatch):
         assert [float(sigma) for sigma in group["sigma"]] == pytest.approx([LARGEST_SIGMA])
 
 
-@cache
-def after_200_000_rounds(sigma):
-    for _ in range(200_000):
-        sigma = grown(sigma, 0.999)
-    return sigma
-
-
-@kinds
-@ways
-def test_after_200_000_rounds(kind, way, monkeypatch):
-    """Sigma is taken there by its own recurrence; then come some rounds more."""
-    params, opt = make(kind, way, monkeypatch, gamma=0.999)
-    train(params, opt, 20)
-    for group in opt.param_groups:
-        for slot, sigma in enumerate(group["sigma"]):
-            value = after_200_000_rounds(float(sigma))
-            if isinstance(sigma, torch.Tensor):
-                sigma.fill_(value)
-            else:
-                group["sigma"][slot] = value
-    train(params, opt, 5 if way == "triton" else 100, seed=1)
-    assert_finite(params, opt)
-
-
 @pytest.mark.parametrize("way", ["loop", "foreach", "capturable"])
 def test_misa_has_no_penalty_to_grow(way):
     """What takes its place, running averages of gradients that vanish, stays finite as well."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (5,))]
     opt = MISA(params, ns_dtype=None, **WAYS[way])
-    for k in range(1000):
+    for k in range(500):  # subnormal gradients from about 380 on, zeros from about 450 on
         for p in params:
             p.grad = p.detach() * 0.5 ** (k / 3)
         opt.step()

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from torchpisa import SISA
+
 
 class LeastSquares:
     """Batches i with A_i w = b_i of different sizes, different scales and different solutions."""
@@ -37,3 +39,26 @@ class LeastSquares:
     def start(self) -> torch.nn.Parameter:
         """A parameter away from the optimum."""
         return torch.nn.Parameter(torch.ones(self.n, dtype=torch.float64))
+
+
+PROBLEM = LeastSquares()
+
+
+def sisa(w, **settings):
+    """SISA as the rules are tested with: sigma at the curvature, everything else unequal."""
+    chosen = {"sigma": PROBLEM.curvature, "rho": 1.0, "batches": PROBLEM.m, **settings}
+    return SISA([w], weights=PROBLEM.weights, **chosen)
+
+
+def step(opt, w, i, **kwargs):
+    opt.zero_grad()
+    PROBLEM.loss(i, w).backward()
+    opt.step(batch=i, **kwargs)
+
+
+def rounds(opt, w, count, present=lambda round_: range(PROBLEM.m), before=lambda round_: None):
+    for k in range(count):
+        before(k)
+        for i in present(k):
+            step(opt, w, i)
+        opt.flush()

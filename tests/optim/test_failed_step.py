@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.test_errors import assert_unchanged, snapshot
+from tests.optim.test_arguments import assert_unchanged, snapshot
 from torchpisa import PISA
 from torchpisa.preconditioners import Hessian, Identity, Preconditioner
 

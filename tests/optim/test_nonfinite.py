@@ -34,8 +34,7 @@ def finite(model, opt):
 
 
 @each
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("clip", "value"), [(None, float("nan")), (0.5, float("inf"))])
 def test_counts_as_zero_and_is_reported_by_the_next_step(entry, clip, value):
     (model, opt), (other, expected) = setup(entry, clip=clip), setup(entry, clip=clip)
     where = ""

@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 from torchpisa.federated import SISA, Algorithm
-from torchpisa.federated.flower import FederatedStrategy, client_app
+from torchpisa.federated.flower import FederatedStrategy, arrays, client_app
 from torchpisa.federated.flower.client_memory import FolderMemoryStore
 from torchpisa.federated.flower.durable_files import load
 
@@ -177,3 +177,11 @@ def imbalance_of(saved: dict[str, Any], folder: Path, kind: str = "dual") -> flo
     scale = max(float(value.abs().max()) for value in sums.values())
     gap = max(float((total[key] - value).abs().max()) for key, value in sums.items())
     return gap / scale
+
+
+def start(
+    grid: Grid, server: FederatedStrategy, rounds: int = 6, **options: Any
+) -> FederatedStrategy:
+    """Train to the end and return the server."""
+    server.start(grid, arrays(model()), rounds, **options)
+    return server

@@ -34,7 +34,7 @@ def task():
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, nursery):
-    """Yield a deployment for trainings that kill nothing; each has its own checkpoint."""
+    """Yield a deployment for all trainings; each has its own checkpoint."""
     folder = tmp_path_factory.mktemp("deployment")
     with Deployment(folder, CLIENTS + 1, nursery, max_reply="64M") as deployment:
         deployment.superlink()
@@ -152,45 +152,6 @@ def test_documented_superlinks_are_not_on_the_network():
         assert "--host 127.0.0.1" in command, command
 
 
-def test_killed_clients_and_a_killed_server(task, tmp_path, nursery):
-    rounds = 9
-    victims = [2, 0]
-    # The last rounds are for everybody.
-    events = [(2, "client"), (4, "server"), (6, "client")]
-    with Deployment(tmp_path, CLIENTS, nursery) as deployment:
-        deployment.superlink()
-        deployment.nodes(CLIENTS)
-        deployment.train(rounds=rounds, deadline=15.0)
-        for iteration, kind in events:
-            deployment.reach(iteration)
-            if kind == "server":
-                deployment.kill("superlink")
-                # It has no database, so nodes get new ids: what counts are names and keys.
-                deployment.superlink()
-                for number in range(CLIENTS):
-                    deployment.register(number)
-                deployment.train(rounds=rounds, deadline=15.0)
-            else:
-                victim = victims.pop()
-                deployment.kill(f"node-{victim}")
-                deployment.node(victim, ready=False)
-        deployment.reach(rounds)
-    saved = durable_files.load(tmp_path / "server.pt")
-    assert len(saved["clients"]) == CLIENTS
-    assert imbalance_of(saved, tmp_path / "memory") < 1e-5
-    # All images of the clients' labels: those for the test alone are few.
-    inputs, targets = (
-        torch.cat(pair) for pair in zip(task.digits(True), task.digits(False), strict=True)
-    )
-    measure = accuracy(inputs[targets < CLIENTS], targets[targets < CLIENTS])
-    undisturbed = measure(in_one_process(task, rounds).model)["accuracy"]
-    network = task.model()
-    network.load_state_dict(saved["server"]["weights"])
-    with torch.no_grad():
-        assert measure(network)["accuracy"] >= undisturbed - 1
-    assert undisturbed > 90
-
-
 def test_lies_do_not_reach_the_model(task, tmp_path, shared):
     """NaN, 1e30 and a wrong shape over the wire: the rounds go on as if the client were absent."""
     rounds = 6
@@ -219,37 +180,34 @@ def test_junk_is_not_read_and_its_sender_is_put_aside(task, tmp_path, shared):
     assert_close(saved, expected)
 
 
-def test_second_run_and_a_stolen_name(tmp_path, nursery):
-    with Deployment(tmp_path, CLIENTS + 1, nursery) as deployment:
-        deployment.superlink()
-        deployment.nodes(CLIENTS)
-        first = deployment.train(rounds=100_000, deadline=60.0)
-        deployment.reach(1)
-        second = deployment.train(rounds=100_000, deadline=60.0)
-        deployment.wait(
-            lambda: f"run {second} is refused: run {first}" in deployment.log("superlink"),
-            "the second run to be refused",
-        )
-        deployment.flwr("stop", first, "test")
-        deployment.wait(lambda: not held(deployment.checkpoint), "the first run to stop")
-        # Before the next one starts, another node that is registered takes the name of client 2.
-        deployment.kill("node-2")
-        deployment.register(CLIENTS)
-        deployment.node(CLIENTS, partition=2)
-        done = deployment.iteration
-        deployment.train(rounds=done + 4, deadline=10.0)
-        deployment.wait(
-            lambda: "claims to be client '2', who has another key" in deployment.log("superlink"),
-            "the thief to be refused",
-        )
-        deployment.node(2, ready=False)  # the real one is back
-        deployment.reach(done + 4)
-        stolen = deployment.log(f"node-{CLIENTS}")
-    assert "Receiving: train" not in stolen
-    saved = durable_files.load(tmp_path / "server.pt")
+def test_second_run_and_a_stolen_name(shared):
+    first = shared.train(checkpoint="stolen.pt", rounds=100_000, deadline=60.0)
+    shared.reach(1)
+    second = shared.train(checkpoint="stolen.pt", rounds=100_000, deadline=60.0)
+    shared.wait(
+        lambda: f"run {second} is refused: run {first}" in shared.log("superlink"),
+        "the second run to be refused",
+    )
+    shared.flwr("stop", first, "test")
+    shared.wait(lambda: not held(shared.checkpoint), "the first run to stop")
+    # Before the next one starts, another node that is registered takes the name of client 2.
+    shared.kill("node-2")
+    shared.register(CLIENTS)
+    shared.node(CLIENTS, partition=2)
+    done = shared.iteration
+    shared.train(checkpoint="stolen.pt", rounds=done + 4, deadline=10.0)
+    shared.wait(
+        lambda: "claims to be client '2', who has another key" in shared.log("superlink"),
+        "the thief to be refused",
+    )
+    shared.node(2, ready=False)  # the real one is back
+    shared.reach(done + 4)
+    shared.kill(f"node-{CLIENTS}")
+    assert "Receiving: train" not in shared.log(f"node-{CLIENTS}")
+    saved = durable_files.load(shared.checkpoint)
     assert saved["server"]["iteration"] == done + 4
     assert len({client["key"] for client in saved["clients"].values()}) == CLIENTS
-    assert imbalance_of(saved, tmp_path / "memory") < 1e-5
+    assert imbalance_of(saved, shared.memory) < 1e-5
 
 
 def held(file):
@@ -259,3 +217,41 @@ def held(file):
             return False
     except checkpoint.InUseError:
         return True
+
+
+def test_killed_clients_and_a_killed_server(task, shared):
+    """The last one: it ends the SuperLink that the others have used."""
+    rounds = 9
+    victims = [2, 0]
+    # The last rounds are for everybody.
+    events = [(2, "client"), (4, "server"), (6, "client")]
+    options = {"checkpoint": "killed.pt", "rounds": rounds, "deadline": 15.0}
+    shared.train(**options)
+    for iteration, kind in events:
+        shared.reach(iteration)
+        if kind == "server":
+            shared.kill("superlink")
+            # It has no database, so nodes get new ids: what counts are names and keys.
+            shared.superlink()
+            for number in range(CLIENTS):
+                shared.register(number)
+            shared.train(**options)
+        else:
+            victim = victims.pop()
+            shared.kill(f"node-{victim}")
+            shared.node(victim, ready=False)
+    shared.reach(rounds)
+    saved = durable_files.load(shared.checkpoint)
+    assert len(saved["clients"]) == CLIENTS
+    assert imbalance_of(saved, shared.memory) < 1e-5
+    # All images of the clients' labels: those for the test alone are few.
+    inputs, targets = (
+        torch.cat(pair) for pair in zip(task.digits(True), task.digits(False), strict=True)
+    )
+    measure = accuracy(inputs[targets < CLIENTS], targets[targets < CLIENTS])
+    undisturbed = measure(in_one_process(task, rounds).model)["accuracy"]
+    network = task.model()
+    network.load_state_dict(saved["server"]["weights"])
+    with torch.no_grad():
+        assert measure(network)["accuracy"] >= undisturbed - 1
+    assert undisturbed > 90

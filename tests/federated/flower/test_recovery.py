@@ -18,7 +18,6 @@ from tests.federated.flower.fake import (
 )
 from torchpisa.federated import Scaffold
 from torchpisa.federated.flower import NobodyTrainsError, arrays, checkpoint, durable_files
-from torchpisa.federated.flower.client_memory import ClientMemory, MemoryMismatchError
 
 ROUNDS = 8
 
@@ -318,24 +317,6 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_memory_settles():
-    memory = ClientMemory()
-    assert memory.resolve(-1, 0) is None
-    first, second = {"dual": {}}, {"dual": {"w": torch.ones(1)}}
-    memory.set_pending(first, 0)
-    assert memory.resolve(-1, 0) is None  # not taken: dropped
-    memory.set_pending(first, 1)
-    assert memory.resolve(1, 2) is first  # taken
-    memory.set_pending(second, 4)
-    assert memory.resolve(1, 5) is first
-    memory.set_pending(second, 5)
-    with pytest.raises(MemoryMismatchError, match=r"took update 3 .* update 1 \(pending: 5"):
-        memory.resolve(3, 6)
-    with pytest.raises(MemoryMismatchError, match="update 4 is asked for after update 5"):
-        memory.resolve(1, 4)
-    assert memory.resolve(5, 6) is second  # the refusals have changed nothing
-
-
 def test_messages_in_the_wrong_order(tmp_path):
     """The message of round 3 reaches a client after that of round 4."""
     grid = federation(tmp_path / "clients")
@@ -358,12 +339,3 @@ def test_messages_in_the_wrong_order(tmp_path):
     server = run(tmp_path, grid)
     assert [entry.absent for entry in server.rounds] == [[], [], [], ["1"], [], [], [], []]
     assert imbalance(server, tmp_path / "clients") < 1e-6
-
-
-@pytest.mark.parametrize("accepted", [3, 5])
-def test_settled_memory_waits_for_nothing(accepted: int) -> None:
-    """Check both cases: its last update was taken, or dropped."""
-    old, new = {"dual": {"w": torch.zeros(1)}}, {"dual": {"w": torch.ones(1)}}
-    memory = ClientMemory(old, 3, new, 5)
-    assert memory.resolve(accepted, 6) is (new if accepted == 5 else old)
-    assert (memory.pending, memory.asked, memory.taken) == (None, -1, accepted)

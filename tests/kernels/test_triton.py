@@ -24,6 +24,7 @@ if without_triton() is not None:
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+STEPS = 20 if ON_GPU else 8  # two rounds of three batches, and the beginning of another
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,7 +82,7 @@ def test_fused_equals_loop(kind, common, tensors, seed):
         ]
         largest = [float(p.detach().abs().max()) if p.numel() else 0.0 for p in params]
         opt = cls(params, fused=fast, foreach=None if fast else False, **own, **common)
-        for _ in range(20):
+        for _ in range(STEPS):
             for p in params:
                 noise = torch.randn(p.shape, generator=generator).to(DEVICE, p.dtype)
                 missing = torch.rand((), generator=generator) < 0.1
@@ -101,19 +102,18 @@ def test_fused_equals_loop(kind, common, tensors, seed):
             assert one.state[p][f"step.{slot}"] == two.state[q][f"step.{slot}"].cpu()
 
 
-@pytest.mark.parametrize("batches", [1, 4])
 @pytest.mark.parametrize(
-    ("cls", "own"),
+    ("cls", "own", "batches"),
     [
-        (PISA, {}),
-        (SISA, {"scheme": "adagrad"}),
-        (SISA, {"scheme": "rmsprop", "eta": 0.5}),
-        (SISA, {"scheme": "adam", "beta": 0.999}),
+        (PISA, {}, 1),
+        (SISA, {"scheme": "adagrad"}, 4),
+        (SISA, {"scheme": "rmsprop", "eta": 0.5}, 1),
+        (SISA, {"scheme": "adam", "beta": 0.999}, 4),
     ],
     ids=["identity", "adagrad", "rmsprop", "adam"],
 )
 def test_fused_equals_loop_closely(cls, own, batches):
-    """1e-6 relative after 20 steps in float32."""
+    """1e-6 relative in float32."""
     ends = []
     for fast in (False, True):
         params = parameters([(3, 4), (2100,), (), (32, 32)])
@@ -125,24 +125,23 @@ def test_fused_equals_loop_closely(cls, own, batches):
             weight_decay=0.01,
             **own,
         )
-        for k in range(20):
+        for k in range(STEPS):
             give_gradients(params, k)
             opt.step()
         ends.append(flat(params))
     assert (ends[0] - ends[1]).norm() <= 1e-6 * ends[0].norm()
 
 
-@pytest.mark.parametrize("lr", [1e-2, "tensor"])
 @pytest.mark.parametrize(
-    "own",
+    ("own", "lr"),
     [
-        {"scheme": "adagrad", "weight_decay": 0.1},
-        {"scheme": "rmsprop", "eta": 0.5, "consensus_decay": 0.1},
-        {"scheme": "adam", "beta": 0.9, "eps": 0.1, "maximize": True},
-        {"batches": 3, "clip": 2.0},
-        {"nonfinite": "skip", "momentum": 0.5},
+        ({"scheme": "adagrad", "weight_decay": 0.1}, 1e-2),
+        ({"scheme": "rmsprop", "eta": 0.5, "consensus_decay": 0.1}, "tensor"),
+        ({"scheme": "adam", "beta": 0.9, "eps": 0.1, "maximize": True}, 1e-2),
+        ({"batches": 3, "clip": 2.0}, "tensor"),
+        ({"nonfinite": "skip", "momentum": 0.5}, 1e-2),
     ],
-    ids=lambda own: next(iter(own)),
+    ids=str,
 )
 def test_sigma_that_follows_gradients(own, lr):
     """With gradients that are missing, zero, tiny or, where they are skipped, infinite."""

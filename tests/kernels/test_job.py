@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.optim.table import ENTRIES
-from tests.optim.test_errors import assert_unchanged, snapshot
+from tests.optim.test_arguments import assert_unchanged, snapshot
 from torchpisa import MISA, SISA
 from torchpisa.kernels.cpu import native
 from torchpisa.kernels.cpu.native import NATIVE
@@ -100,8 +100,9 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("key", ["grad", "dual.0", "moment.0", "pending"])
-@pytest.mark.parametrize("shape", [(3,), (3, 3), (9, 1), (27,)])
+@pytest.mark.parametrize(
+    ("key", "shape"), [("grad", (3, 3)), ("dual.0", (9, 1)), ("moment.0", (27,)), ("pending", (3,))]
+)
 def test_every_kernel_compares_shapes(kernel, key, shape, monkeypatch):
     """Nine against three: neither broadcast nor read beyond the end."""
     if kernel == "native" and native._library() is None:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from tests.optim.table import ENTRIES
-from torchpisa import MISA, NSISA, PISA, SISA
-from torchpisa.optim.param_groups import split
+from torchpisa import MISA, NSISA, SISA
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
@@ -52,7 +51,7 @@ def loss(model):
 def test_loss_goes_down(entry):
     model = network()
     before = loss(model)
-    train(model, entry(model.parameters()), 240)
+    train(model, entry(model.parameters()), 120)
     assert loss(model) < before - 0.05
 
 
@@ -86,7 +85,7 @@ def test_step_without_closure_returns_none(entry):
 
 
 @each
-@pytest.mark.parametrize("cut", [12, 13, 17])
+@pytest.mark.parametrize("cut", [12, 17])
 def test_resume_is_bit_equal_also_in_mid_round(entry, cut):
     model = network()
     opt = entry(model.parameters())
@@ -168,7 +167,7 @@ def test_state_dtype(entry):
     model = network()
     opt = entry(model.parameters(), state_dtype=torch.bfloat16)
     before = loss(model)
-    train(model, opt, 240)
+    train(model, opt, 60)
     assert loss(model) < before
     for state in opt.state.values():
         tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
@@ -394,15 +393,6 @@ def test_named_parameters(entry):
     assert sorted(names) == sorted(name for name, _ in named.named_parameters())
 
 
-def test_split_keeps_embeddings_and_head_apart():
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5))
-    opt = NSISA(split(model))
-    orthogonalized, rest = (group["param_names"] for group in opt.param_groups)
-    assert orthogonalized == ["1.weight"]
-    assert rest == ["0.weight", "1.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
-    assert NSISA(split(model, head=())).param_groups[0]["param_names"] == ["1.weight", "3.weight"]
-
-
 def test_named_parameters_are_named_in_errors():
     model = network()
     opt = SISA(model.named_parameters())
@@ -453,55 +443,6 @@ def test_capturable_equals_plain(entry):
     torch.testing.assert_close(weights(models[0]), weights(models[1]), rtol=1e-4, atol=1e-5)
     if opts[1].defaults.get("sigma") is not None:
         assert all(isinstance(s, torch.Tensor) for s in opts[1].param_groups[0]["sigma"])
-
-
-def test_memory_is_as_promised():
-    p = nn.Parameter(torch.zeros(100, 1000))
-    n = p.numel()
-    for opt, expected in [
-        (SISA([p]), 8),
-        (SISA([p], batches=4), 36),
-        (SISA([p], batches=4, state_dtype=torch.bfloat16), 18),
-        (NSISA([p]), 8),
-        (NSISA([p], batches=2), 20),
-        (MISA([p]), 4.004),  # and one number per row
-        (MISA([p], batches=4), 4.004),
-        (MISA([{"params": [p], "matrix": False}]), 8),
-        (PISA([p]), 4),
-    ]:
-        memory = opt.memory()
-        assert memory.bytes_per_parameter == pytest.approx(expected, rel=1e-3)
-        assert memory.bytes == sum(memory.by_name.values())
-    assert opt.memory().by_name == {"dual": 4 * n, "step": 4}
-
-
-def test_effective_reports_the_momentum_picture():
-    p = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    opt = SISA([p], sigma=2.0, rho=4.0, lr=0.5, scheme="rmsprop", beta=0.5)
-    assert opt.effective()[0].momentum is None
-    p.grad = torch.tensor([1.0, 2.0, 4.0])
-    opt.step()
-    q = (0.5 * torch.tensor([1.0, 2.0, 4.0]) ** 2).sqrt()
-    report = opt.effective()[0]
-    momentum = 4 * q / (2 + 4 * q)
-    assert report.step == 0.25
-    assert report.momentum == pytest.approx(tuple(momentum.tolist()))
-    assert report.first_step.max == pytest.approx(float(2 * 0.5 / (2 + 4 * q[0])))
-    assert report.stable_curvature.min == pytest.approx(float(2 / 3 * (2 + 8 * q[0]) / 0.5))
-
-
-def test_nsisa_steps_matrices_and_the_rest_of_a_group_by_rules_of_their_own():
-    model = network()
-    opt = NSISA(model.parameters(), sigma=50.0, sisa_sigma=0.5)
-    (group,) = opt.param_groups
-    assert group["params"] == list(model.parameters())
-    for p in group["params"]:
-        assert ("momentum.0" in opt.state[p], "moment.0" in opt.state[p]) == (
-            p.dim() >= 2,
-            p.dim() < 2,
-        )
-    matrices, rest = opt.effective()
-    assert (matrices.step, rest.step) == (1 / 50, 1 / 0.5)
 
 
 def test_numpy_numbers_become_plain_floats(tmp_path):

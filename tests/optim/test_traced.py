@@ -8,9 +8,7 @@ from torch._dynamo.utils import counters
 from tests.optim.table import ENTRIES
 from torchpisa import SISA
 
-some = pytest.mark.parametrize(
-    "entry", [e for e in ENTRIES if e.name in ("pisa", "sisa-m3", "nsisa")], ids=lambda e: e.name
-)
+SOME = [entry for entry in ENTRIES if entry.name in ("pisa", "sisa-m3", "nsisa")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -37,8 +35,11 @@ def schedule(opt, k):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compilers warn of what they do themselves
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@some
+@pytest.mark.parametrize(
+    ("entry", "backend"),
+    [(entry, "aot_eager") for entry in SOME] + [(SOME[1], "eager"), (SOME[1], "inductor")],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_one_graph_over_a_changing_schedule(entry, backend):
     """In the middle of other work, which sees the moved weights; also with copies by a compiler."""
     ours, theirs = parameters(), parameters()

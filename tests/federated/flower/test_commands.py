@@ -1,0 +1,50 @@
+"""The command: trainings of a folder, eviction, and what it says to mistakes."""
+
+from tests.federated.flower.fake import (
+    federation,
+    start,
+    strategy,
+)
+from torchpisa.federated.flower import (
+    checkpoint,
+)
+from torchpisa.federated.flower.commands import main as command
+
+
+def test_commands_explain_themselves(tmp_path, capsys):
+    file = tmp_path / "server.pt"
+    assert command(["evict", str(file), "1"]) == 1
+    assert "does not exist" in capsys.readouterr().err
+    start(federation(tmp_path / "clients"), strategy(file), 2)
+    assert command(["evict", str(file), "nobody"]) == 1
+    assert "must be one of ['0', '1', '2', '3'], got 'nobody'" in capsys.readouterr().err
+    with checkpoint.locked(file, "12"):
+        assert command(["evict", str(file), "1"]) == 1
+    assert "run 12 " in capsys.readouterr().err
+    assert command(["show", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "2 rounds" in said
+    assert "34.4%" in said
+    start(federation(None), strategy(tmp_path / "no.pt", ledger=False), 2)
+    assert command(["evict", str(tmp_path / "no.pt"), "1"]) == 1
+    assert "ledger=True" in capsys.readouterr().err
+
+
+def test_old_trainings_are_listed_and_removed(tmp_path, capsys):
+    folder = tmp_path / "clients"
+    grid = federation(folder)
+    names = []
+    for _ in range(2):
+        server = start(grid, strategy(), 1)
+        names.append(server._training)
+    assert command(["trainings", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name}" in said for name in names)
+    assert "0, 1, 2, 3" in said
+    assert command(["remove", str(folder), names[0]]) == 0
+    assert [path.name for path in folder.iterdir()] == [names[1]]
+    assert command(["remove", str(folder), ".."]) == 1
+    assert "must be one of those in" in capsys.readouterr().err
+    (folder / names[1] / "mine.txt").write_text("keep")
+    assert command(["remove", str(folder), names[1]]) == 1
+    assert (folder / names[1] / "mine.txt").exists()
