@@ -268,3 +268,18 @@ def test_fused_says_why_it_cannot(monkeypatch):
     monkeypatch.setattr(plan, "DEVICES", ["cuda"])
     with pytest.raises(ValueError, match="CUDA devices only"):
         MISA([nn.Parameter(torch.ones(2, 2))], fused=True)
+
+
+@pytest.mark.parametrize("rows", [None, (3, 1)])
+def test_state_that_does_not_fit_is_not_written_to(rows):
+    """The kernels know addresses only: without its rows they would write into the dual."""
+    params, opt = run(True, [((5, 9), torch.float32)], 2)
+    state = opt.state[params[0]]
+    state.pop("rows")
+    if rows is not None:
+        state["rows"] = torch.zeros(rows, device=DEVICE)
+    before = params[0].detach().clone()
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(ValueError, match="not one mean square per row"):
+        opt.step()
+    assert torch.equal(params[0], before)
