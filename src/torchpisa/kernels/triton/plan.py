@@ -262,9 +262,9 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
             return reason
         if kept.dtype != dual.dtype:
             return "state of one parameter is of several dtypes"
-        if job.matrix and job.settings["row_beta"] is not None:
-            if "rows" not in state or kept.numel() != param.size(0):
-                return "a parameter has not one mean square per row in its state"
+        rows_missing = "rows" not in state or kept.numel() != param.size(0)
+        if job.matrix and job.settings["row_beta"] is not None and rows_missing:
+            return "a parameter has not one mean square per row in its state"
         state["step"] = state["step"].to(param.device, torch.float32, non_blocking=True)
         grad = _laid_out_like(param, given, copies)
         addresses = (param, grad, dual, kept)
