@@ -1,10 +1,10 @@
 """A small training in windows of micro-batches, and the plain loop that adapters must equal."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from torchpisa import MISA, NSISA, SISA
@@ -22,6 +22,34 @@ OPTIMIZERS = {
     "misa": lambda params: MISA(params, batches=STEPS, ns_dtype=None),
 }
 Make = Callable[[Any], Any]
+
+
+class Case(NamedTuple):
+    """An optimizer for several ranks, and the one of a single process that must do the same."""
+
+    ranked: Make
+    plain: Make
+    own: bool  # whether ranks keep their gradients, as nodes of a process group
+
+
+def _world() -> Any:
+    return distributed.group.WORLD
+
+
+CASES = {
+    "sisa-mean": Case(OPTIMIZERS["sisa-paper"], OPTIMIZERS["sisa-paper"], own=False),
+    "misa-mean": Case(lambda params: MISA(params, ns_dtype=None), OPTIMIZERS["misa"], own=False),
+    "sisa-nodes": Case(
+        lambda params: SISA(params, batches=STEPS, sigma=1.0, rho=100.0, process_group=_world()),
+        lambda params: SISA(params, batches=2 * STEPS, sigma=1.0, rho=100.0),
+        own=True,
+    ),
+    "nsisa-nodes": Case(
+        lambda params: NSISA(params, batches=STEPS, ns_dtype=None, process_group=_world()),
+        lambda params: NSISA(params, batches=2 * STEPS, ns_dtype=None),
+        own=True,
+    ),
+}
 
 
 class Net(nn.Module):
