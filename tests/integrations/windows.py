@@ -113,3 +113,13 @@ def assert_equal(found: nn.Module, expected: nn.Module, rtol: float = 1e-6) -> N
         assert worst <= rtol, f"{name}: {worst:.1e}"
         if name in start and start[name].shape == b.shape:
             assert (b - start[name]).abs().max() > 1e-3 * scale, f"{name} has not moved"
+
+
+def scale_losses(accelerator: Any, scaler: torch.amp.GradScaler) -> None:
+    """Let an Accelerator that is prepared do all of fp16 but computing in it, as on a GPU.
+
+    On a CPU, Accelerate makes no scaler itself.
+    """
+    accelerator.scaler = scaler
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
