@@ -114,10 +114,12 @@
     };
 
     for (const line of lines) {
-      const button = add(legend, "button", "", line.name + (line.runs > 1 ? ` (${line.runs} seeds)` : ""));
+      const button = add(legend, "button", "");
+      const sample = make("svg", { viewBox: "0 0 24 8", "aria-hidden": "true" }, button);
+      const stroke = { stroke: line.colour, "stroke-dasharray": line.dash, "stroke-width": line.wide ? 3 : 2 };
+      make("line", { x1: 0, x2: 24, y1: 4, y2: 4, ...stroke }, sample);
+      button.append(line.name + (line.runs > 1 ? ` (${line.runs} seeds)` : ""));
       button.type = "button";
-      button.dataset.name = line.name;
-      button.style.borderColor = line.colour;
       button.setAttribute("aria-pressed", String(!hidden.has(line.name)));
       button.onclick = () => {
         if (!hidden.delete(line.name)) hidden.add(line.name);
