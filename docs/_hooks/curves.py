@@ -206,7 +206,7 @@ def _demo(results: Run) -> Panels:
         "The same clients, by local work": Panel("sample gradients", "test accuracy (%)"),
     }
     text, rounds, work = panels.values()
-    for run in results["runs"]:
+    for run in sorted(results["runs"], key=lambda run: run["task"]["kind"] == "default"):
         task = run["task"]
         if task["part"] == "text":
             text.line(f"{task['name']}, {task['kind']}").add(run["x"], run["y"])
