@@ -10,6 +10,8 @@ from benchmarks.defaults import report as defaults
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
+NAMES_OF_LANGUAGE = [("MISA", "MISA"), ("Muon + AdamW", "Muon"), ("AdamW", "AdamW")]
+
 
 def runs(*names: str) -> list[dict[str, Any]]:
     return [run for name in names for run in saved(name)["runs"]]
@@ -44,3 +46,26 @@ def test_gpt2() -> None:
             f"{float(time.split()[0]):.1f} ms",
         ]
         assert "| " + " | ".join(cells) + " |" in readme, name
+
+
+def cells(page: str, first: str) -> list[str]:
+    """The cells of the first row of a saved table that begins so."""
+    text = (ROOT / "docs" / "results" / f"{page}.md").read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith(f"| {first} |"))
+    return [cell.strip(" *") for cell in line.split("|")[1:-1]]
+
+
+def test_overview() -> None:
+    """The first table of docs/results.md says what the tables below it say."""
+    ends = [f"{name} {cells('language', key)[4]}" for name, key in NAMES_OF_LANGUAGE]
+    assert f"| {', '.join(ends)} |" in PAGE
+    misa, adamw = (cells("lightbench", name)[1].split(" (")[0] for name in ("misa", "adamw-0.001"))
+    assert f"| MISA solves {misa} tasks, AdamW {adamw.split()[0]} |" in PAGE
+    text = (ROOT / "docs" / "results" / "defaults.md").read_text(encoding="utf-8")
+    better = [
+        int(line.split("|")[4].split()[0])
+        for line in text.splitlines()
+        if line.startswith(("| MISA | choose |", "| MISA | judge |"))
+    ]
+    constant, cosine = sum(better[:2]), sum(better[2:4])
+    assert f"better than AdamW at 1e-3 on {constant} and {cosine} of 18 tasks |" in PAGE

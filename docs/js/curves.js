@@ -1,13 +1,16 @@
-// Curves one can choose from: <div class="curves" data-src="results/demo.json" data-part="text"
-// data-x="x" data-label-x="steps" data-label-y="loss"></div>. A file is one that examples/demo.py
-// has saved. Nothing is fetched from elsewhere.
+// Curves to choose from. docs/_hooks/curves.py puts their data into the page, as JSON in a script
+// element of every <figure class="curves">: [{title, x, y, log, lines, missing}, ...].
 (() => {
+  // By what an optimizer is, so that it has one colour on all pages; the rest take those left over.
   const COLOURS = {
-    AdamW: "#999999", "Muon + AdamW": "#E69F00", MISA: "#3d8fd1", FedAvg: "#999999",
-    "FedAvg, 2 steps": "#CC79A7", Scaffold: "#D55E00", SISA: "#009E73",
+    AdamW: "#8a8a8a", Adam: "#b08968", FedAvg: "#8a8a8a", "Muon + AdamW": "#e08e2b", MISA: "#3f88c5",
+    SISA: "#1f9e77", NSISA: "#8e6bbf", SGD: "#8f9e2f", Scaffold: "#d1495b", FedProx: "#e08e2b",
+    FedNova: "#8f9e2f", SOAP: "#d1495b", AdaBelief: "#d1495b", "FedAvg, 2 steps": "#cc79a7",
   };
+  const OTHERS = ["#d1495b", "#e08e2b", "#8f9e2f", "#1f9e77", "#3f88c5", "#8e6bbf", "#b08968", "#cc79a7"];
+  const DASHES = ["none", "6 3", "2 3", "8 3 2 3"];
   const SVG = "http://www.w3.org/2000/svg";
-  const [WIDTH, HEIGHT, LEFT, BELOW, ABOVE, RIGHT] = [640, 320, 48, 40, 26, 10];
+  const [LEFT, BELOW, ABOVE, RIGHT] = [56, 40, 26, 16];
 
   const make = (name, attributes, parent, text) => {
     const node = document.createElementNS(SVG, name);
@@ -16,90 +19,107 @@
     parent.appendChild(node);
     return node;
   };
+  const add = (parent, tag, className, text = "") => {
+    const node = parent.appendChild(document.createElement(tag));
+    node.className = className;
+    node.textContent = text;
+    return node;
+  };
+  const short = (value) => Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
 
-  // One line per optimizer and kind of settings: the mean over its seeds.
-  const lines = (runs, part, along) => {
-    const found = new Map();
-    for (const run of runs.filter((run) => run.task.part === part)) {
-      const both = runs.some((other) => other.task.part === part &&
-        other.task.name === run.task.name && other.task.kind !== run.task.kind);
-      const name = run.task.name + (both ? `, ${run.task.kind}` : "");
-      if (!found.has(name)) {
-        found.set(name, { name, colour: COLOURS[run.task.name], kind: run.task.kind, both, runs: [] });
-      }
-      found.get(name).runs.push(run);
-    }
-    return [...found.values()].map((line) => ({
-      ...line,
-      x: line.runs[0][along],
-      y: line.runs[0].y.map((_, i) =>
-        line.runs.reduce((sum, run) => sum + run.y[i], 0) / line.runs.length),
-    }));
+  // Variants of an optimizer share its colour and are told apart by their dashes.
+  const style = (lines) => {
+    const used = new Map();
+    let free = 0;
+    return lines.map((line) => {
+      const root = line.name in COLOURS ? line.name : line.name.split(/,| at /)[0];
+      const known = COLOURS[root];
+      const colour = known ?? OTHERS[free++ % OTHERS.length];
+      const variants = used.get(colour) ?? 0;
+      used.set(colour, variants + 1);
+      return { ...line, colour, dash: DASHES[variants % DASHES.length], wide: root === "MISA" };
+    });
   };
 
-  const ticks = (low, high) => {
+  const linearTicks = (low, high) => {
     const step = 10 ** Math.floor(Math.log10((high - low) / 3));
     const size = [1, 2, 5, 10].map((k) => k * step).find((s) => (high - low) / s <= 6);
     const first = Math.ceil(low / size) * size;
     return Array.from({ length: Math.floor((high - first) / size + 1e-9) + 1 }, (_, i) =>
       Number((first + i * size).toPrecision(6)));
   };
+  const logTicks = (low, high) => {
+    const powers = Math.log10(high / low);
+    const within = [1, 2, 5].slice(0, powers > 2 ? 1 : 3);
+    const every = Math.max(1, Math.ceil(powers / 6));
+    const found = [];
+    for (let k = Math.floor(Math.log10(low)); k <= Math.log10(high); k += 1) {
+      if (k % every) continue;
+      found.push(...within.map((m) => m * 10 ** k).filter((v) => v >= low && v <= high));
+    }
+    return found.length > 1 ? found : linearTicks(low, high);
+  };
 
-  const draw = (box, all) => {
-    const hidden = new Set();
-    const chosen = new URLSearchParams(location.hash.slice(1)).get("only");
-    if (chosen) all.filter((line) => !line.name.includes(chosen)).forEach((l) => hidden.add(l.name));
-    const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" }, box);
-    const legend = box.appendChild(document.createElement("div"));
-    legend.className = "curves-legend";
-    const values = box.appendChild(document.createElement("div"));
-    values.className = "curves-values";
-    values.textContent = "Move over the picture for values.";
+  const draw = (box, panel, hidden) => {
+    const lines = style(panel.lines);
+    const svg = make("svg", { role: "img" }, box);
+    const legend = add(box, "div", "curves-legend");
+    const values = add(box, "div", "curves-values", "Point at the picture for values; click on a name to hide it.");
+    if (panel.missing.length) add(box, "div", "curves-missing", `Not run: ${panel.missing.join(", ")}.`);
 
     const render = () => {
       svg.replaceChildren();
-      const shown = all.filter((line) => !hidden.has(line.name));
-      const xs = all.flatMap((line) => line.x), ys = (shown.length ? shown : all).flatMap((l) => l.y);
-      const [x0, x1] = [0, Math.max(...xs)], [y0, y1] = [Math.min(...ys), Math.max(...ys)];
-      const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
-      const py = (y) => ABOVE + (1 - (y - y0) / (y1 - y0 || 1)) * (HEIGHT - ABOVE - BELOW);
-      for (const x of ticks(x0, x1)) {
-        make("text", { x: px(x), y: HEIGHT - BELOW + 16, "text-anchor": "middle" }, svg, x.toLocaleString("en"));
+      const WIDTH = Math.max(320, box.clientWidth || 640);
+      const HEIGHT = Math.min(400, Math.max(260, WIDTH / 2));
+      svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+      const shown = lines.filter((line) => !hidden.has(line.name));
+      const ys = (shown.length ? shown : lines).flatMap((line) => line.y);
+      const x1 = Math.max(...lines.flatMap((line) => line.x));
+      const [y0, y1] = [Math.min(...ys), Math.max(...ys)];
+      const log = panel.log && y0 > 0;
+      const along = log ? Math.log : (y) => y;
+      const px = (x) => LEFT + (x / x1) * (WIDTH - LEFT - RIGHT);
+      const share = (y) => (along(y) - along(y0)) / (along(y1) - along(y0) || 1);
+      const py = (y) => ABOVE + (1 - share(y)) * (HEIGHT - ABOVE - BELOW);
+      for (const x of linearTicks(0, x1).filter((_, i, all) => WIDTH > 500 || all.length < 5 || i % 2 === 0)) {
+        make("text", { x: px(x), y: HEIGHT - BELOW + 16, "text-anchor": "middle" }, svg, short(x));
       }
-      for (const y of ticks(y0, y1)) {
+      for (const y of y1 > y0 ? (log ? logTicks : linearTicks)(y0, y1) : [y0]) {
         make("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: py(y), y2: py(y), class: "curves-grid" }, svg);
-        make("text", { x: LEFT - 6, y: py(y) + 4, "text-anchor": "end" }, svg, y);
+        const text = Math.abs(y) >= 1e-4 || y === 0 ? y.toLocaleString("en") : y.toExponential(0);
+        make("text", { x: LEFT - 6, y: py(y) + 4, "text-anchor": "end" }, svg, text);
       }
-      make("text", { x: WIDTH / 2, y: HEIGHT - 6, "text-anchor": "middle" }, svg, box.dataset.labelX);
-      make("text", { x: LEFT, y: 14, "text-anchor": "start" }, svg, box.dataset.labelY);
+      make("text", { x: WIDTH / 2, y: HEIGHT - 6, "text-anchor": "middle" }, svg, panel.x);
+      make("text", { x: 4, y: 14, "text-anchor": "start" }, svg, panel.y + (log ? " (log scale)" : ""));
       for (const line of shown) {
         const points = line.x.map((x, i) => `${px(x).toFixed(1)},${py(line.y[i]).toFixed(1)}`);
-        const dashed = line.both && line.kind === "default" ? "2 4" : "none";
         make("polyline", {
-          points: points.join(" "), fill: "none", stroke: line.colour, "stroke-dasharray": dashed,
-          "stroke-width": line.name.startsWith("MISA") ? 3 : 1.8, "data-name": line.name,
+          points: points.join(" "), fill: "none", stroke: line.colour, "stroke-dasharray": line.dash,
+          "stroke-width": line.wide ? 3 : 1.8, "data-name": line.name,
         }, svg);
       }
       const cursor = make("line", { x1: -9, x2: -9, y1: ABOVE, y2: HEIGHT - BELOW, class: "curves-cursor" }, svg);
       svg.onpointermove = (event) => {
         const frame = svg.getBoundingClientRect();
         const at = ((event.clientX - frame.left) / frame.width) * WIDTH;
-        const x = x0 + ((at - LEFT) / (WIDTH - LEFT - RIGHT)) * (x1 - x0);
+        const x = Math.min(x1, Math.max(0, ((at - LEFT) / (WIDTH - LEFT - RIGHT)) * x1));
         cursor.setAttribute("x1", px(x));
         cursor.setAttribute("x2", px(x));
         values.textContent = shown.map((line) => {
           const i = line.x.reduce((best, each, k) =>
             Math.abs(each - x) < Math.abs(line.x[best] - x) ? k : best, 0);
-          return `${line.name}: ${line.y[i].toPrecision(3)} at ${line.x[i].toLocaleString("en")}`;
+          return `${line.name}: ${short(line.y[i])} at ${short(line.x[i])}`;
         }).join("   ");
       };
     };
 
-    for (const line of all) {
-      const button = legend.appendChild(document.createElement("button"));
+    for (const line of lines) {
+      const button = add(legend, "button", "");
+      const sample = make("svg", { viewBox: "0 0 24 8", "aria-hidden": "true" }, button);
+      const stroke = { stroke: line.colour, "stroke-dasharray": line.dash, "stroke-width": line.wide ? 3 : 2 };
+      make("line", { x1: 0, x2: 24, y1: 4, y2: 4, ...stroke }, sample);
+      button.append(line.name + (line.runs > 1 ? ` (${line.runs} seeds)` : ""));
       button.type = "button";
-      button.textContent = line.name;
-      button.style.borderColor = line.colour;
       button.setAttribute("aria-pressed", String(!hidden.has(line.name)));
       button.onclick = () => {
         if (!hidden.delete(line.name)) hidden.add(line.name);
@@ -108,18 +128,31 @@
       };
     }
     render();
+    return render;
   };
 
-  const start = async () => {
-    for (const box of document.querySelectorAll("div.curves[data-src]")) {
-      if (box.childElementCount) continue;
-      try {
-        const saved = await (await fetch(box.dataset.src)).json();
-        draw(box, lines(saved.runs, box.dataset.part, box.dataset.x));
-      } catch (error) {
-        box.textContent = `The curves could not be loaded (${error.message}).`;
-      }
+  for (const figure of document.querySelectorAll("figure.curves")) {
+    const panels = JSON.parse(figure.querySelector("script").textContent);
+    const hidden = new Set(); // names that stay hidden from panel to panel
+    const choice = panels.length > 1 ? add(figure, "select", "curves-choice") : null;
+    const box = add(figure, "div", "curves-panel");
+    let render;
+    const show = (number) => {
+      box.replaceChildren();
+      render = draw(box, panels[number], hidden);
+    };
+    addEventListener("resize", () => render());
+    if (choice) {
+      choice.setAttribute("aria-label", "panel");
+      panels.forEach((panel, number) => {
+        const option = add(choice, "option", "", panel.title + (panel.lines.length ? "" : " (not run)"));
+        option.value = number;
+        option.disabled = !panel.lines.length;
+      });
+      choice.onchange = () => show(choice.value);
     }
-  };
-  start();
+    const first = panels.findIndex((panel) => panel.lines.length);
+    if (choice) choice.value = first;
+    show(first);
+  }
 })();

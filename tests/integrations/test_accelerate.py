@@ -17,6 +17,7 @@ from tests.integrations.windows import (
     micro_batches,
     model,
     plain,
+    scale_losses,
 )
 from torchpisa import SISA
 
@@ -49,11 +50,13 @@ def prepare(
     **more: Any,
 ) -> Any:
     accelerator = cls(gradient_accumulation_steps=STEPS, cpu=True, **more)
-    accelerator.scaler = scaler  # Accelerate itself makes one on accelerators only
+    accelerator.scaler = scaler
     loader = DataLoader(batches, collate_fn=lambda made: made[0])
     optimizer = make(net.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     prepared = accelerator.prepare(net, optimizer, loader, scheduler)
+    if scaler is not None:
+        scale_losses(accelerator, scaler)
     return accelerator, optimizer, *prepared
 
 
@@ -116,12 +119,13 @@ def test_every_micro_batch_is_clipped():
 
 
 @every_optimizer
-def test_scaled_losses(make):
+@pytest.mark.parametrize("max_norm", [0.0, 0.2])
+def test_scaled_losses(make, max_norm):
     batches, net = micro_batches(), model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     accelerator, _, *rest = prepare(make, net, batches, scaler=scaler)
-    train(accelerator, *rest)
-    assert_equal(net, plain(make, batches))
+    train(accelerator, *rest, max_norm=max_norm)
+    assert_equal(net, plain(make, batches, max_norm=max_norm or None))
 
 
 @pytest.mark.parametrize("at", [1, 3])
@@ -183,6 +187,26 @@ def test_bfloat16_is_near():
     accelerator, _, *rest = prepare(make, net, batches, mixed_precision="bf16")
     train(accelerator, *rest, max_norm=1.0)
     assert_equal(net, plain(make, batches, max_norm=1.0), rtol=0.05)
+
+
+def test_unfreezing_between_windows():
+    batches, make = micro_batches(), OPTIMIZERS["sisa-paper"]
+    half = len(batches) // 2
+
+    def halves(net: Net, train_on: Any) -> Net:
+        net.layers[0].requires_grad_(False)
+        for part in (batches[:half], batches[half:]):
+            train_on(part)
+            net.layers[0].requires_grad_(True)
+        return net
+
+    net = model()
+    accelerator, _, prepared, optimizer, _, scheduler = prepare(make, net, batches)
+    halves(net, lambda part: train(accelerator, prepared, optimizer, part, scheduler))
+    expected = model()
+    made = make(expected.parameters())
+    halves(expected, lambda part: plain(lambda _: made, part, net=expected))
+    assert_equal(net, expected)
 
 
 def test_other_windows_are_refused():

@@ -225,6 +225,38 @@ def test_unfreezing_between_windows():
     assert_equal(train(hooked=True), train(hooked=False))
 
 
+@pytest.mark.parametrize("watched", ["compiled", "inner"])
+def test_compiled_model(watched):
+    batches, net = micro_batches(STEPS * 5), model()
+    make = OPTIMIZERS["sisa-paper"]
+    optimizer = make(net.parameters())
+    compiled = torch.compile(net, backend="aot_eager")
+    model_of_hooks = compiled if watched == "compiled" else net
+    with MicroBatchHooks(model_of_hooks, optimizer, steps=STEPS, divided_by=STEPS):
+        accumulate(compiled, optimizer, batches)
+    assert_equal(net, plain(make, batches))
+
+
+def test_averaged_weights():
+    batches, net = micro_batches(), model()
+    make = OPTIMIZERS["sisa-paper"]
+    optimizer = make(net.parameters())
+    average = torch.optim.swa_utils.AveragedModel(net)
+    optimizer.register_step_post_hook(
+        lambda *_: average.update_parameters(net) if optimizer.synced else None
+    )
+    with MicroBatchHooks(net, optimizer, steps=STEPS, divided_by=STEPS):
+        accumulate(net, optimizer, batches)
+    weights = [
+        [param.detach() for param in plain(make, batches[:end]).parameters()]
+        for end in range(STEPS, len(batches) + 1, STEPS)
+    ]
+    expected = model()
+    for param, each in zip(expected.parameters(), zip(*weights, strict=True), strict=True):
+        param.data = torch.stack(each).mean(0)
+    assert_equal(average.module, expected)
+
+
 def test_after_removal_the_loop_is_as_it_was():
     batches, net = micro_batches(STEPS * 4), model()
     optimizer = OPTIMIZERS["sisa"](net.parameters())

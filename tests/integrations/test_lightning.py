@@ -25,6 +25,7 @@ from torchpisa import MISA, SISA
 pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks import (  # noqa: E402
+    BaseFinetuning,
     EMAWeightAveraging,
     LearningRateMonitor,
     StochasticWeightAveraging,
@@ -211,19 +212,91 @@ def test_other_windows_are_refused(tmp_path):
         fit(Module(lambda p: SISA(p, batches=2)), micro_batches(), tmp_path, MicroBatchCallback())
 
 
+class Manual(Module):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, _: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(**batch)["loss"])
+        optimizer.step()
+
+
 @every_optimizer
 def test_manual_optimization(make, tmp_path):
-    class Manual(Module):
-        automatic_optimization = False
+    batches = micro_batches()
+    net = fit(Manual(make), batches, tmp_path, MicroBatchCallback(), accumulate_grad_batches=1)
+    assert_equal(net, plain(make, batches))
 
-        def training_step(self, batch: Any, _: int) -> None:
-            optimizer = self.optimizers()
+
+@every_optimizer
+def test_manual_optimization_resumed_in_the_middle_of_a_window(make, tmp_path):
+    batches, path = micro_batches(), tmp_path / "middle.ckpt"
+    stop = SaveAfter(10 * STEPS + 2, path)
+    with pytest.raises(SystemExit):
+        fit(Manual(make), batches, tmp_path, stop, accumulate_grad_batches=1)
+    module = Manual(make, Net())
+    made = trainer(tmp_path, accumulate_grad_batches=1)
+    made.fit(module, Loader(batches), ckpt_path=path, weights_only=False)
+    assert made.optimizers[0].iteration == WINDOWS
+    assert_equal(module.net, plain(make, batches))
+
+
+def test_averaged_weights_of_windows(tmp_path):
+    """EMA is taken once per window, of the weights that the round has moved."""
+    batches, make = micro_batches(), OPTIMIZERS["sisa-paper"]
+    net = fit(Module(make), batches, tmp_path, MicroBatchCallback(), EMAWeightAveraging(decay=0.9))
+    expected = model()
+    optimizer = make(expected.parameters())
+    average = torch.optim.swa_utils.AveragedModel(
+        expected, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        expected(**batch)["loss"].backward()
+        optimizer.step()
+        if (number + 1) % STEPS == 0:
+            average.update_parameters(expected)
+    assert_equal(net, average.module)
+
+
+class Unfreeze(BaseFinetuning):
+    """The first layer is frozen, and trained from the second epoch on, in a group of its own."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net.layers[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net.layers[0], optimizer, lr=1.0)
+
+
+def test_finetuning_unfreezes_a_layer(tmp_path):
+    batches, make = micro_batches(STEPS * 5), OPTIMIZERS["sisa-paper"]
+
+    class Head(Module):
+        def configure_optimizers(self) -> Any:
+            return make(self.net.layers[2].parameters())
+
+    net = fit(Head(make), batches, tmp_path, MicroBatchCallback(), Unfreeze(), max_epochs=3)
+    expected = model()
+    expected.layers[0].requires_grad_(False)
+    optimizer = make(expected.layers[2].parameters())
+    for epoch in range(3):
+        if epoch == 1:
+            expected.layers[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(expected.layers[0].parameters()), "lr": 1.0})
+        for batch in batches:
             optimizer.zero_grad()
-            self.manual_backward(self.net(**batch)["loss"])
+            expected(**batch)["loss"].backward()
             optimizer.step()
+    assert_equal(net, expected)
 
-    batches, module = micro_batches(), Manual(make)
-    net = fit(module, batches, tmp_path, MicroBatchCallback(), accumulate_grad_batches=1)
+
+def test_compiled_module(tmp_path):
+    batches, make = micro_batches(STEPS * 5), OPTIMIZERS["sisa-paper"]
+    module = Module(make, torch.compile(model(), backend="aot_eager"))
+    net = fit(module, batches, tmp_path, MicroBatchCallback())
     assert_equal(net, plain(make, batches))
 
 

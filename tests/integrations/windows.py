@@ -1,10 +1,10 @@
 """A small training in windows of micro-batches, and the plain loop that adapters must equal."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from torchpisa import MISA, NSISA, SISA
@@ -22,6 +22,34 @@ OPTIMIZERS = {
     "misa": lambda params: MISA(params, batches=STEPS, ns_dtype=None),
 }
 Make = Callable[[Any], Any]
+
+
+class Case(NamedTuple):
+    """An optimizer for several ranks, and the one of a single process that must do the same."""
+
+    ranked: Make
+    plain: Make
+    own: bool  # whether ranks keep their gradients, as nodes of a process group
+
+
+def _world() -> Any:
+    return distributed.group.WORLD
+
+
+CASES = {
+    "sisa-mean": Case(OPTIMIZERS["sisa-paper"], OPTIMIZERS["sisa-paper"], own=False),
+    "misa-mean": Case(lambda params: MISA(params, ns_dtype=None), OPTIMIZERS["misa"], own=False),
+    "sisa-nodes": Case(
+        lambda params: SISA(params, batches=STEPS, sigma=1.0, rho=100.0, process_group=_world()),
+        lambda params: SISA(params, batches=2 * STEPS, sigma=1.0, rho=100.0),
+        own=True,
+    ),
+    "nsisa-nodes": Case(
+        lambda params: NSISA(params, batches=STEPS, ns_dtype=None, process_group=_world()),
+        lambda params: NSISA(params, batches=2 * STEPS, ns_dtype=None),
+        own=True,
+    ),
+}
 
 
 class Net(nn.Module):
@@ -85,3 +113,13 @@ def assert_equal(found: nn.Module, expected: nn.Module, rtol: float = 1e-6) -> N
         assert worst <= rtol, f"{name}: {worst:.1e}"
         if name in start and start[name].shape == b.shape:
             assert (b - start[name]).abs().max() > 1e-3 * scale, f"{name} has not moved"
+
+
+def scale_losses(accelerator: Any, scaler: torch.amp.GradScaler) -> None:
+    """Let an Accelerator that is prepared do all of fp16 but computing in it, as on a GPU.
+
+    On a CPU, Accelerate makes no scaler itself.
+    """
+    accelerator.scaler = scaler
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"

@@ -376,7 +376,8 @@ class Ranks:
                 raise ValueError(
                     "gradients must be those of each rank's own data, but DistributedDataParallel "
                     "averages them: call torchpisa.distributed.attach(optimizer, model) before "
-                    "the first backward pass, or leave process_group out to train on averages"
+                    "the first backward pass, use what torchpisa.integrations has for Accelerate, "
+                    "Transformers or Lightning, or leave process_group out to train on averages"
                 )
         self._saw_no_averages = True
 

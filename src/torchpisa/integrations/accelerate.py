@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchpisa.integrations.accumulation import MicroBatches, takes_batches
+from torchpisa.integrations.ranks import has_ranks, keep_own_gradients
 
 try:
     import accelerate
@@ -33,7 +34,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     If you clip gradients, call `clip_grad_norm_` for every micro-batch, without
     `if accelerator.sync_gradients`.
+
+    With several processes, gradients are averaged over them for every micro-batch. If the optimizer
+    has a `process_group`, they are not averaged at all: every rank is a node of its own.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._wrapped: list[nn.Module] = []  # models as the training loop calls them
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers."""
+        prepared = super().prepare(*args, device_placement=device_placement)
+        for optimizer in self._optimizers:
+            keep_own_gradients(optimizer.optimizer, self._wrapped)
+        return prepared
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Prepare a model."""
+        prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        self._wrapped.append(prepared)
+        return prepared
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
@@ -42,13 +63,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared = getattr(optimizer, "_is_accelerate_prepared", False)
         if prepared or not takes_batches(optimizer, self.gradient_accumulation_steps):
             return super().prepare_optimizer(optimizer, device_placement)  # type: ignore[no-any-return]
-        plugin = self.gradient_state.plugin_kwargs
-        if self.num_processes > 1 and not plugin.get("sync_each_batch", False):
-            raise RuntimeError(
-                "several processes must average the gradients of every micro-batch: give "
-                "Accelerator gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps="
-                f"{self.gradient_accumulation_steps}, sync_each_batch=True), or leave batches at 1"
-            )
+        if self.num_processes > 1 and not has_ranks(optimizer):
+            self.gradient_state.plugin_kwargs["sync_each_batch"] = True
         placed = self.device_placement if device_placement is None else device_placement
         taking = _MicroBatchOptimizer(optimizer, placed, self.scaler)
         self._optimizers.append(taking)

@@ -1,14 +1,17 @@
 """Lightning: micro-batches as the batches of a round, and diagnostics in Lightning's own logs."""
 
+import contextlib
 from typing import Any
 
 from torch.optim import Optimizer
 
 from torchpisa.diagnostics import Diagnostics
 from torchpisa.integrations.accumulation import MicroBatches, takes_batches
+from torchpisa.integrations.ranks import has_ranks, keep_own_gradients
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "lightning":
         raise
@@ -28,10 +31,15 @@ class MicroBatchCallback(pl.Callback):
     window a round. `gradient_clip_val` limits the gradient of every micro-batch.
 
     In manual optimization, call `step()` and `zero_grad()` after every `manual_backward`.
+
+    With several processes (`strategy="ddp"`), gradients are averaged over them for every
+    micro-batch. If the optimizer has a `process_group`, they are not averaged at all, in manual
+    optimization neither: every rank is a node of its own.
     """
 
     def __init__(self) -> None:
         self._micro: MicroBatches | None = None
+        self._averaging = contextlib.ExitStack()
         # What has happened in the micro-batch at hand.
         self._backward = self._ends_window = self._stepped = False
 
@@ -39,13 +47,13 @@ class MicroBatchCallback(pl.Callback):
         """Attach to the optimizer."""
         steps = trainer.accumulate_grad_batches
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
+        if trainer.world_size > 1:
+            for each in trainer.optimizers:
+                keep_own_gradients(each, [trainer.strategy.model or pl_module])
         if not pl_module.automatic_optimization or not takes_batches(optimizer, steps):
             return
-        if trainer.world_size > 1:
-            raise RuntimeError(
-                "MicroBatchCallback is for one process, because Lightning averages the gradients "
-                "of the last micro-batch of a window only: use torchpisa.MISA with batches=1"
-            )
+        if trainer.world_size > 1 and not has_ranks(optimizer):
+            self._average_every_micro_batch(trainer.strategy)
         # Lightning clips and unscales gradients itself then; `on_train_batch_end` skips batches.
         optimizer._step_supports_amp_scaling = False
         self._micro = MicroBatches(
@@ -95,6 +103,17 @@ class MicroBatchCallback(pl.Callback):
             self._micro.remove()
             self._handle.remove()
             self._micro = None
+        self._averaging.close()
+
+    def _average_every_micro_batch(self, strategy: Any) -> None:
+        """Let DDP average all gradients, where Lightning would wait for the last micro-batch."""
+        if not isinstance(strategy, DDPStrategy):
+            raise RuntimeError(
+                "with several processes MicroBatchCallback needs strategy='ddp', got "
+                f"{type(strategy).__name__}: use that, or an optimizer with batches=1"
+            )
+        strategy.block_backward_sync = contextlib.nullcontext  # type: ignore[assignment,method-assign]
+        self._averaging.callback(vars(strategy).pop, "block_backward_sync")
 
     def _after_step(self, *_: object) -> None:
         assert self._micro is not None

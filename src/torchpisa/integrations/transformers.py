@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchpisa.integrations.accumulation import MicroBatches, takes_batches
+from torchpisa.integrations.ranks import has_ranks, keep_own_gradients
 from torchpisa.registry import create
 
 try:
@@ -35,9 +36,22 @@ class MicroBatchMixin:
     The gradient of a micro-batch is what Trainer computes for it times the number of micro-batches
     in its window, so that their mean is the gradient that Trainer would have stepped with: the mean
     over micro-batches or, where the model takes `num_items_in_batch`, over tokens.
+
+    With several processes, gradients are averaged over them for every micro-batch. If the optimizer
+    has a `process_group`, they are not averaged at all: every rank is a node of its own.
     """
 
     _micro: MicroBatches | None = None
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        """Make the optimizer, and see to it that processes average what it needs."""
+        optimizer: Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        steps = self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        several = accelerator.num_processes > 1 and not has_ranks(optimizer)
+        if several and takes_batches(optimizer, steps):
+            accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        return optimizer
 
     def training_step(
         self,
@@ -46,6 +60,7 @@ class MicroBatchMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Compute the gradients of a micro-batch and, unless it ends its window, take them."""
+        keep_own_gradients(self._optimizer(), [model])
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         micro = self._micro_batches()
         if micro is not None:
@@ -63,22 +78,19 @@ class MicroBatchMixin:
             torch.nn.utils.clip_grad_norm_(params, max_norm)
 
     def _micro_batches(self) -> MicroBatches | None:
-        optimizer = self.optimizer  # type: ignore[attr-defined]
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
+        optimizer = self._optimizer()
         if self._micro is not None and self._micro.optimizer is optimizer:
             return self._micro
-        args, accelerator = self.args, self.accelerator  # type: ignore[attr-defined]
-        if takes_batches(optimizer, args.gradient_accumulation_steps):
-            plugin = accelerator.gradient_state.plugin_kwargs
-            if accelerator.num_processes > 1 and not plugin.get("sync_each_batch", False):
-                raise RuntimeError(
-                    "several processes must average the gradients of every micro-batch: give "
-                    "TrainingArguments accelerator_config={'gradient_accumulation_kwargs': "
-                    "{'sync_each_batch': True}}, or leave batches at 1"
-                )
-            self._micro = MicroBatches(optimizer, scaler=accelerator.scaler)
+        if takes_batches(optimizer, self.args.gradient_accumulation_steps):  # type: ignore[attr-defined]
+            self._micro = MicroBatches(optimizer, scaler=self.accelerator.scaler)  # type: ignore[attr-defined]
         return self._micro
+
+    def _optimizer(self) -> Optimizer:
+        """Return the optimizer without what Accelerate has wrapped it in."""
+        optimizer: Any = self.optimizer  # type: ignore[attr-defined]
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        return optimizer  # type: ignore[no-any-return]
 
 
 class Trainer(MicroBatchMixin, transformers.Trainer):

@@ -29,10 +29,12 @@ class Peers(Protocol):
 
     Attributes:
         size: number of ranks.
+        rank: this one.
         begun: whether a backward pass has taken part of the step that is due.
     """
 
     size: int
+    rank: int
     begun: bool
 
     def shares(self, weights: Sequence[float] | None, batches: int) -> list[float]:

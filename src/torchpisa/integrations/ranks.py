@@ -1,0 +1,75 @@
+"""Optimizers with a `process_group` in frameworks that wrap the model in DDP themselves."""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchpisa.optim import PISA
+
+__all__ = ["has_ranks", "keep_own_gradients"]
+
+_RANK = "torchpisa_rank"
+_KEEPING: WeakSet[Optimizer] = WeakSet()
+
+
+def has_ranks(optimizer: Optimizer | None) -> bool:
+    """Return whether every rank is a node of its own, with gradients that nobody averages."""
+    return isinstance(optimizer, PISA) and optimizer.peers is not None
+
+
+def keep_own_gradients(optimizer: Optimizer | None, models: Iterable[nn.Module]) -> None:
+    """Leave the gradients of each rank as they are, if the optimizer has a `process_group`.
+
+    DistributedDataParallel averages gradients, and all duals would be equal. After this call its
+    backward pass leaves them alone, so that a framework may unscale, rescale and clip them, and
+    `optimizer.step()` alone talks to the other ranks. Call it before the first backward pass; more
+    than one call does no harm.
+
+    Frameworks save the optimizer's state of the first rank only, and every rank has duals of its
+    own. A state that is loaded on another rank is refused.
+
+    Args:
+        optimizer: any optimizer; nothing happens unless it has a `process_group`.
+        models: what the framework has made of the models. If none has the optimizer's parameters,
+            nothing happens.
+
+    Raises:
+        RuntimeError: the model is not wrapped in DistributedDataParallel.
+    """
+    if not isinstance(optimizer, PISA) or optimizer.peers is None or optimizer in _KEEPING:
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    found = [model for model in models if any(id(p) in params for p in model.parameters())]
+    for model in found:
+        if not isinstance(model, DistributedDataParallel):
+            raise RuntimeError(
+                "an optimizer with a process_group needs a model in DistributedDataParallel here, "
+                f"got {type(model).__name__}: leave process_group out to train on averages, or "
+                "write the loop yourself, with torchpisa.distributed.shard for sharded models"
+            )
+        model.register_comm_hook(None, noop_hook)
+    if not found:
+        return
+    rank = optimizer.peers.rank
+
+    def sign(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _RANK: rank}
+
+    def compare(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if state.get(_RANK, rank) != rank:
+            raise ValueError(
+                f"state_dict must be that of rank {rank}, got that of rank {state[_RANK]}: every "
+                "rank has duals of its own, and the framework saved those of one. Save with "
+                "torchpisa.distributed.save(folder, model, optimizer) and resume with load"
+            )
+        return {key: value for key, value in state.items() if key != _RANK}
+
+    optimizer.register_state_dict_post_hook(sign)
+    optimizer.register_load_state_dict_pre_hook(compare)
+    _KEEPING.add(optimizer)

@@ -1,0 +1,79 @@
+"""Several processes in every framework: what is averaged, what is not, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import torchrun
+from tests.integrations.windows import CASES, STEPS, assert_equal, plain
+
+for package in ("accelerate", "lightning", "transformers"):
+    pytest.importorskip(package)
+
+from tests.integrations.ranks_worker import DATA, RANKS, REFUSED, RUNS, network  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All cases run in one process group, because starting processes takes longest."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = torchrun("-m", "tests.integrations.ranks_worker", folder, ranks=RANKS)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+    def load(framework: str, name: str) -> list[Any]:
+        place = folder / f"{framework}_{name}"
+        return [torch.load(place / f"rank{rank}.pt") for rank in range(RANKS)]
+
+    return load
+
+
+def expected(name: str) -> Any:
+    """One process with all micro-batches, joined where ranks average, and else in turn."""
+    case = CASES[name]
+    if case.own:
+        windows = range(0, len(DATA), RANKS * STEPS)
+        ordered = [
+            DATA[start + RANKS * slot + rank]
+            for start in windows
+            for rank in range(RANKS)
+            for slot in range(STEPS)
+        ]
+        return plain(case.plain, ordered, net=network(), steps=RANKS * STEPS)
+    joined = [
+        {key: torch.cat([batch[key] for batch in DATA[start : start + RANKS]]) for key in DATA[0]}
+        for start in range(0, len(DATA), RANKS)
+    ]
+    return plain(case.plain, joined, net=network())
+
+
+def check(ranks: list[Any], name: str) -> None:
+    for weights in ranks:
+        assert not isinstance(weights, str), weights
+        net = network()
+        for param, weight in zip(net.parameters(), weights, strict=True):
+            param.data = weight
+        assert_equal(net, expected(name), rtol=1e-9)
+
+
+@pytest.mark.parametrize(("framework", "name"), RUNS, ids="-".join)
+def test_windows_of_two_ranks_are_rounds(framework, name, found):
+    check(found(framework, name), name)
+
+
+@pytest.mark.parametrize("framework", [name for name, _ in REFUSED if name.startswith("bare")])
+def test_nodes_without_an_adapter_are_refused(framework, found):
+    for message in found(framework, "sisa-nodes"):
+        assert isinstance(message, str)
+        assert "gradients must be those of each rank's own data" in message
+        assert "torchpisa.integrations" in message
+
+
+def test_the_state_of_another_rank_is_refused(found):
+    """Accelerate saves the first rank's only, and would load it on all of them."""
+    first, second = found("accelerate-loaded", "sisa-nodes")
+    assert not isinstance(first, str)
+    assert "state_dict must be that of rank 1, got that of rank 0" in second
+    assert "torchpisa.distributed.save" in second
