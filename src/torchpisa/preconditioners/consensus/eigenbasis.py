@@ -129,9 +129,8 @@ def _turned(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     values, order = (basis * product).sum(-2).sort(dim=-1, descending=True)
     columns = order[:, None, :].expand_as(basis)
     basis, product = basis.gather(2, columns), product.gather(2, columns)
-    largest = values[:, :1, None]
-    product = product + _RIDGE * torch.where(largest > 0, largest, 1.0) * basis
-    x = _orthonormal(product)
+    x = _orthonormal(product + _RIDGE * values[:, :1, None] * basis)
+    # Where there was no gradient, or one that is not finite, the basis stays as it is.
     sound = x.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
     return torch.where(sound, x, basis), order
 
