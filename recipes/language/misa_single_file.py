@@ -86,8 +86,7 @@ def turned(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         inner.diagonal().add_(4 * len(x) * torch.finfo(x.dtype).eps)
         triangle, _ = torch.linalg.cholesky_ex(inner)
         x = torch.linalg.solve_triangular(triangle, x.mT, upper=False).mT
-    for _ in range(2):
-        x = 1.5 * x - 0.5 * x @ (x.mT @ x)
+    x = 1.5 * x - 0.5 * x @ (x.mT @ x)
     return torch.where(x.isfinite().all(), x, basis), order
 
 

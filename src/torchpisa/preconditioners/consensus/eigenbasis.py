@@ -143,7 +143,7 @@ def _orthonormal(x: Tensor) -> Tensor:
     By Cholesky's decomposition \(R^\top R = X^\top X\), which GPUs are better at. Columns of length
     one are nearly orthogonal when the old basis was nearly right, and then squaring loses nothing.
     When it was not, a small multiple of I lets the decomposition exist, and the second pass removes
-    most of what that did. Two steps of Newton-Schulz remove what rounding leaves.
+    most of what that did. A step of Newton-Schulz removes the rest of it.
     """
     shift = 4 * x.size(-1) * torch.finfo(x.dtype).eps
     for _ in range(2):
@@ -152,6 +152,4 @@ def _orthonormal(x: Tensor) -> Tensor:
         product.diagonal(dim1=-2, dim2=-1).add_(shift)
         triangle, _ = torch.linalg.cholesky_ex(product)
         x = torch.linalg.solve_triangular(triangle, x.mT, upper=False).mT
-    for _ in range(2):
-        x = torch.baddbmm(x, x, x.mT @ x, beta=1.5, alpha=-0.5)
-    return x
+    return torch.baddbmm(x, x, x.mT @ x, beta=1.5, alpha=-0.5)
