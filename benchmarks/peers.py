@@ -1,16 +1,17 @@
-"""Rows of other libraries, imported only when they are timed: heavyball and pytorch_optimizer."""
+"""Rows of other libraries, which are imported only when they are timed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import nn
 
-from benchmarks.rows import ADAMW_BYTES, KERNELS, LR, Named, Row, find_class, plain
+from benchmarks.rows import ADAMW_BYTES, KERNELS, LR, MATRICES, Named, Row, find_class, plain
 
 __all__ = ["LIBRARIES", "PEERS"]
 
-LIBRARIES = ("heavyball", "pytorch_optimizer")
+LIBRARIES = ("dion", "emerging_optimizers", "heavyball", "optimuon", "pytorch_optimizer")
 
 
 def _heavyball(row: Row, named: Named, compiled: bool) -> torch.optim.Optimizer:
@@ -55,6 +56,10 @@ def _adam_mini(row: Row, named: Named, compiled: bool) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _emerging(row: Row, named: Named, compiled: bool) -> torch.optim.Optimizer:
+    return plain(replace(row, library=f"{row.library}.orthogonalized_optimizers"), named)
+
+
 def _of_heavyball(optimizer: str, **more: object) -> Row:
     # It would take the gradients away, which are the same for every step here.
     settings = {"consume_grad": False}
@@ -63,6 +68,12 @@ def _of_heavyball(optimizer: str, **more: object) -> Row:
 
 def _of_pytorch_optimizer(optimizer: str, **more: object) -> Row:
     return Row("pytorch_optimizer", optimizer, **more)
+
+
+# dion is not on PyPI, so it is installed from its repository or not at all.
+_DION = {"use_triton": True}
+# What AdaptiveMuon's signature asks for; its rows are NorMuon's.
+_ADAPTIVE = {"momentum": 0.95, "weight_decay": 0.01, "moment2_method": "normuon"}
 
 
 # What a library lacks is a row too, which says so. Periods: how often preconditioners are renewed.
@@ -74,6 +85,18 @@ PEERS = [
     _of_heavyball("AdamMini"),
     _of_pytorch_optimizer("AdamW", moved=ADAMW_BYTES),
     _of_pytorch_optimizer("Muon", kinds=KERNELS, make=_muon),
+    Row("dion", "Muon", settings=_DION, kinds=MATRICES),
+    Row("dion", "NorMuon", settings=_DION, kinds=MATRICES),
+    Row(
+        *("emerging_optimizers", "Muon", "symmetric products", {"use_syrk": True}, MATRICES),
+        make=_emerging,
+    ),
+    Row(
+        *("emerging_optimizers", "AdaptiveMuon", "NorMuon", _ADAPTIVE, MATRICES),
+        make=_emerging,
+    ),
+    Row("optimuon", "Muon", settings={"normuon": False}, kinds=MATRICES),
+    Row("optimuon", "Muon", "NorMuon", {"normuon": True}, MATRICES),
     _of_pytorch_optimizer("SOAP", period=10),
     _of_pytorch_optimizer(
         "Shampoo", kinds=KERNELS, note="on an embedding its matrices would be 50257 x 50257"

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from torchpisa.preconditioners.consensus import EigenbasisMoment, Whiten
+
 __all__ = [
     "ADAMW_BYTES",
+    "KERNELS",
     "LR",
+    "MATRICES",
     "REFERENCES",
     "TORCHPISA_ROWS",
     "Named",
@@ -78,12 +82,14 @@ class AbsentError(Exception):
 
 def find_class(row: Row) -> Any:
     """Return the optimizer's class, or raise AbsentError with the reason."""
+    package = row.library.partition(".")[0]
     try:
-        module = import_module(row.library)
+        import_module(package)
     except ModuleNotFoundError as error:
-        if error.name != row.library:
+        if error.name != package:
             raise
-        raise AbsentError(f"{row.library} is not installed") from None
+        raise AbsentError(f"{package} is not installed") from None
+    module = import_module(row.library)
     cls = getattr(module, row.optimizer, None)
     if cls is None:
         raise AbsentError(f"{row.library} has no {row.optimizer}")
@@ -149,7 +155,14 @@ TORCHPISA_ROWS = [
         Row("torchpisa", "NSISA", "defaults", {}, KERNELS),
         Row("torchpisa", "NSISA", "foreach", _FOREACH, KERNELS),
     ],
-    [Row("torchpisa", "MISA", "defaults", {}, KERNELS)],
+    [
+        Row("torchpisa", "MISA", "defaults", {}, KERNELS),
+        Row("torchpisa", "MISA", "whitened", {"before": Whiten()}, KERNELS, period=10),
+        Row(
+            *("torchpisa", "MISA", "eigenbasis of one side", {"before": EigenbasisMoment()}),
+            *(KERNELS, 5),
+        ),
+    ],
     [
         Row("torchpisa", "SISA", "sigma follows gradients", _ALIKE, moved=_sisa_bytes()),
         Row("torchpisa", "MISA", "all parameters", _ALIKE),

@@ -198,6 +198,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="gpt2-124m", choices=MODELS, metavar="|".join(shown))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows with this in their names")
+    parser.add_argument(
+        "--together", action="store_true", help="all rows in turn, if memory has room for them"
+    )
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--save", type=Path, metavar="FILE.json")
     parser.add_argument("--repeats", type=int, default=20)
@@ -217,6 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     sets = select(args.only, args.peers)
+    if args.together:
+        sets = [[row for members in sets for row in members]]
     if args.only and not any(sets):
         parser.error(f"--only must be in the name of a row, got {' '.join(args.only)}")
     print(table(run(args, sets)))

@@ -70,7 +70,7 @@ class Runs:
         """Do those of these runs that are not finished.
 
         Raises:
-            RuntimeError: runs failed in their processes; the others were done before it is raised.
+            RuntimeError: runs failed; the others were done before it is raised.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         places = {name: f"{i}/{len(names)} {name}" for i, name in enumerate(names, start=1)}
@@ -78,15 +78,33 @@ class Runs:
         for name, label in places.items():
             if self.log(name) is not None:
                 print_line(f"{label}: in the log")
-            elif self.jobs > 1:
-                missing.append(name)
             else:
-                self.run_one(name, Progress(label, self.expected_lines(name)))
-                self.announce(name, label)
-        if missing:
-            self.run_in_processes(missing, places)
+                missing.append(name)
+        if self.jobs > 1 and missing:
+            failed = self.run_in_processes(missing, places)
+        else:
+            failed = self.run_in_turn(missing, places)
+        if failed:
+            first = next(iter(failed.values()))
+            raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}") from first
 
-    def run_in_processes(self, names: list[str], places: dict[str, str]) -> None:
+    def run_in_turn(self, names: list[str], places: dict[str, str]) -> dict[str, BaseException]:
+        """Do runs one after the other, in this process, and return what failed."""
+        failed: dict[str, BaseException] = {}
+        for name in names:
+            try:
+                self.run_one(name, Progress(places[name], self.expected_lines(name)))
+            except Exception as error:
+                failed[name] = error
+                print_line(f"{places[name]}: {error!r}")
+            else:
+                self.announce(name, places[name])
+        return failed
+
+    def run_in_processes(
+        self, names: list[str], places: dict[str, str]
+    ) -> dict[str, BaseException]:
+        """Do runs in several processes, and return what failed."""
         failed: dict[str, BaseException] = {}
         for name in names:  # logs of an earlier command are no progress of this one
             self.path(name).unlink(missing_ok=True)
@@ -115,9 +133,7 @@ class Runs:
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        if failed:
-            first = next(iter(failed.values()))
-            raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}") from first
+        return failed
 
     def expected_lines(self, name: str) -> int | None:
         return None if self.length is None else self.length(self.plan[name])

@@ -11,6 +11,7 @@ from recipes.style import COLOURS, INK, figure_style
 __all__ = ["draw"]
 
 # Lines differ in more than their colour.
+NAMES = ["adamw", "muon", "soap", "sisa", "nsisa", "misa"]
 LINE_STYLES = [(0, (1, 1)), "-", (0, (3, 1, 1, 1)), (0, (5, 1)), (0, (5, 2, 1, 2)), "-"]
 WIDTHS = [1.4, 1.2, 1.2, 1.2, 1.4, 4.0]
 EXTRA_STYLE = {"misa": {"alpha": 0.4, "zorder": 1}}  # below Muon's, which it nearly meets
@@ -28,7 +29,7 @@ def draw(results: Results, path: Path) -> None:
         handles: dict[str, Any] = {}
         ends: list[float] = []
         for axes, batches in zip(grid, columns, strict=True):
-            for name, colour, line, width in zip(TITLES, COLOURS, LINE_STYLES, WIDTHS, strict=True):
+            for name, colour, line, width in zip(NAMES, COLOURS, LINE_STYLES, WIDTHS, strict=True):
                 if (name, batches) in runs:
                     x, y = curve(best(runs[name, batches]))
                     (handles[name],) = axes.plot(

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from recipes.grid import format_value
 from recipes.language.check import check, format_half_way, format_loss
-from recipes.language.optimizers import WARM_DOWN
-from recipes.language.results import best, by_optimizer, muon, title
+from recipes.language.results import best, by_optimizer, describe, muon, title
 from recipes.recipe import Results
 from recipes.tables import checks_table, markdown, provenance
 
@@ -76,22 +74,3 @@ def all_trials(results: Results) -> str:
     ]
     lines += [[name, "", "", "not run"] for name in results.get("missing", [])]
     return markdown(["run", "settings", "half-way", "at the end"], lines)
-
-
-def describe(settings: dict[str, Any]) -> str:
-    """Return numerical options, switches, schedule and the optimizer of the rest as text."""
-    choice = settings["choice"]
-    words = []
-    for name, value in choice["options"].items():
-        if isinstance(value, bool):
-            words += [name] if value else []
-        elif isinstance(value, int | float | str) and not (name == "weight_decay" and not value):
-            words.append(f"{name} {format_value(value)}")
-    if choice["name"] not in ("adamw", "sisa"):
-        by = f"AdamW {choice['rest_lr']:g}" if choice["rest"] == "adamw" else "its own rule"
-        words.append(f"rest by {by}")
-    if choice["warm_up"]:
-        words.append(f"warm-up {choice['warm_up']}")
-    if choice["warm_down"] != WARM_DOWN:
-        words.append(f"warm-down {choice['warm_down']:g}")
-    return ", ".join(words)

@@ -2,13 +2,15 @@
 
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
+from recipes.grid import format_value
 from recipes.language.model import SIZES
-from recipes.language.optimizers import TITLES
+from recipes.language.optimizers import TITLES, WARM_DOWN
 from recipes.recipe import Results
 
-__all__ = ["best", "by_optimizer", "condense", "loss_at", "muon", "title"]
+__all__ = ["best", "by_optimizer", "condense", "describe", "loss_at", "muon", "title"]
 
 CURVES = ("step", "tokens", "loss", "val_loss")
 
@@ -77,3 +79,25 @@ def title(run: dict[str, Any]) -> str:
     settings = run["settings"]
     m = settings["batches"]
     return TITLES[settings["choice"]["name"]] + (f", m = {m}" if m > 1 else "")
+
+
+def describe(settings: dict[str, Any]) -> str:
+    """Return numerical options, switches, schedule and the optimizer of the rest as text."""
+    choice = settings["choice"]
+    words = []
+    for name, value in choice["options"].items():
+        if isinstance(value, bool):
+            words += [name] if value else []
+        elif isinstance(value, Mapping):
+            numbers = [f"{k} {format_value(v)}" for k, v in value.items() if k != "stage"]
+            words.append(f"{value['stage']} ({', '.join(numbers)})")
+        elif isinstance(value, int | float | str) and not (name == "weight_decay" and not value):
+            words.append(f"{name} {format_value(value)}")
+    if choice["name"] not in ("adamw", "sisa"):
+        rests = {"adamw": f"AdamW {choice['rest_lr']:g}", "misa": "MISA", "own": "its own rule"}
+        words.append(f"rest by {rests[choice['rest']]}")
+    if choice["warm_up"]:
+        words.append(f"warm-up {choice['warm_up']}")
+    if choice["warm_down"] != WARM_DOWN:
+        words.append(f"warm-down {choice['warm_down']:g}")
+    return ", ".join(words)

@@ -157,11 +157,18 @@ def test_bytes_that_must_move() -> None:
 def test_absent_libraries_are_said(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     library: Any = ModuleType("pytorch_optimizer")
     library.AdamW = torch.optim.AdamW
-    monkeypatch.setitem(sys.modules, "heavyball", None)
+    for absent in ("dion", "emerging_optimizers", "heavyball", "optimuon"):
+        monkeypatch.setitem(sys.modules, absent, None)
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", library)
     by_name = measure(options=("--only", "AdamW", "Muon"))["by_name"]
     errors = {name: row["error"] for name, row in by_name.items() if row["error"]}
     assert errors == {
+        "dion Muon": "dion is not installed",
+        "dion NorMuon": "dion is not installed",
+        "emerging_optimizers Muon, symmetric products": "emerging_optimizers is not installed",
+        "emerging_optimizers AdaptiveMuon, NorMuon": "emerging_optimizers is not installed",
+        "optimuon Muon": "optimuon is not installed",
+        "optimuon Muon, NorMuon": "optimuon is not installed",
         "heavyball AdamW": "heavyball is not installed",
         "heavyball Muon": "heavyball is not installed",
         "pytorch_optimizer AdamW": "pytorch_optimizer.AdamW is torch.optim's",
@@ -306,3 +313,11 @@ def test_federated_rounds_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     times = [value for name, value in result.items() if "seconds" in name]
     assert len(times) == 4
     assert min(times) > 0
+
+
+def test_all_rows_in_turn(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
+    other = Row("torchpisa", "NSISA", "again", kinds=rows.KERNELS)
+    for options, sets in ((("--no-peers",), 2), (("--no-peers", "--together"), 1)):
+        result = measure([MATRICES], [other], options=options)
+        assert {MATRICES.name, other.name} < result["by_name"].keys()
+        assert capsys.readouterr().out.count(f" of {sets}: in turn") == sets

@@ -109,7 +109,8 @@ def test_foreach_equals_the_loop(stage: Stage, dtype: torch.dtype, damping: floa
         opt = MISA(params, before=stage, damping=damping, foreach=foreach, ns_dtype=None)
         train(opt, params, 0, 20)
         trained.append([param.detach() for param in params])
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    # Eigenvectors whose eigenvalues are close multiply rounding errors; float64 shows the rest.
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2e-2}[dtype]
     for loop, foreach_ in zip(*trained, strict=True):
         torch.testing.assert_close(foreach_, loop, rtol=tolerance, atol=tolerance)
 

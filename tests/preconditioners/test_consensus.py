@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import stages
-from torchpisa.preconditioners.consensus import EigenbasisMoment, Stage, Whiten
+from torchpisa.preconditioners.consensus import EigenbasisMoment, Stage, Whiten, symmetric
 from torchpisa.preconditioners.consensus.whiten import inverse_root
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -67,7 +67,9 @@ def literally(stage: Stage, us: Tensor, gs: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 @pytest.mark.parametrize("shape", [(4, 7), (6, 6), (1, 5)], ids=str)
 def test_is_the_formula(stage: Stage, shape: tuple[int, int]) -> None:
+    # Half-way other rows and columns become the large ones, and change places in the basis.
     gs = gradients(ROUNDS, *shape)
+    gs[ROUNDS // 2 :] = 3 * gradients(ROUNDS // 2, *shape, seed=1)
     us = averages(gs)
     pairs = zip(applied(stage, us, gs), literally(stage, us, gs), strict=True)
     for t, (result, expected) in enumerate(pairs):
@@ -209,12 +211,23 @@ def test_bytes_of_state() -> None:
         assert set(state) == set(stage.names)
         return sum(x.numel() * x.element_size() for x in state.values()) / (n * k)
 
-    assert per_parameter(Whiten(), 16, 16) == 6
-    assert per_parameter(Whiten(), 16, 64) == 1.5
-    assert per_parameter(EigenbasisMoment(), 16, 16) == 12
-    assert per_parameter(EigenbasisMoment(), 16, 64) == 6
-    assert per_parameter(EigenbasisMoment("both"), 16, 16) == 20
-    assert per_parameter(EigenbasisMoment("both"), 16, 64) == 38
+    # A folded triangle has n + 1 numbers more than half of the matrix, at most.
+    assert per_parameter(Whiten(), 256, 256) == pytest.approx(3, rel=0.01)
+    assert per_parameter(Whiten(), 256, 1024) == pytest.approx(0.75, rel=0.01)
+    assert per_parameter(EigenbasisMoment(), 256, 256) == pytest.approx(10, rel=0.01)
+    assert per_parameter(EigenbasisMoment(), 256, 1024) == pytest.approx(5.5, rel=0.01)
+    assert per_parameter(EigenbasisMoment("both"), 256, 256) == pytest.approx(16, rel=0.01)
+    assert per_parameter(EigenbasisMoment("both"), 256, 1024) == pytest.approx(29.5, rel=0.01)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 10])
+def test_packed_triangles(n: int) -> None:
+    a = torch.randn(3, n, n, generator=torch.Generator().manual_seed(n))
+    a = a + a.mT
+    folded = symmetric.pack(a)
+    assert folded.shape == (3, *symmetric.packed_shape(n))
+    assert folded[0].numel() <= n * (n + 1) / 2 + (n + 1) / 2
+    assert torch.equal(symmetric.unpack(folded), a)
 
 
 @pytest.mark.parametrize(

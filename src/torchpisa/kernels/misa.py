@@ -247,8 +247,8 @@ def _staged(job: ConsensusJob, us: Tensors, grads: Tensors) -> Tensors:
             for index, result in zip(chunk, results, strict=True):
                 staged[index] = result
             for key, values in new.items():
-                for member, value in zip(members, values, strict=True):
-                    store(member.state[key], value, job.settings["stochastic_rounding"])
+                stored = [member.state[key] for member in members]
+                write_back(stored, list(values), job.settings["stochastic_rounding"])
     return staged
 
 

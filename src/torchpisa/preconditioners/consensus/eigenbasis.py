@@ -10,6 +10,7 @@ from torch import Tensor
 from torchpisa.algorithms.spectral import full_precision
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.preconditioners.consensus.base import Stage, is_due
+from torchpisa.preconditioners.consensus.symmetric import pack, packed_shape, unpack
 
 __all__ = ["EigenbasisMoment"]
 
@@ -32,9 +33,10 @@ class EigenbasisMoment(Stage):
     \(Q^\top U\) becomes \(Q^\top U S\) with the eigenvectors \(S\) of an average of
     \(g^\top g\). This is SOAP (Vyas et al., 2024), whose step is then orthogonalised.
 
-    State of an n x k matrix, n <= k, in the optimizer's state dtype: \(V\), n k numbers; \(A\) and
-    \(Q\), 2 n n numbers; for both sides 2 k k more. In float32, bytes per parameter of a square
-    matrix: 12 for one side, 20 for both; of one four times as wide: 6 and 38.
+    State of an n x k matrix, n <= k, in the optimizer's state dtype: \(V\), n k numbers; a triangle
+    of \(A\) and \(Q\), 1.5 n n numbers; for both sides 1.5 k k more. In float32, bytes per
+    parameter of a square matrix: 10 for one side, 16 for both; of one four times as wide: 5.5 and
+    29.5.
 
     Args:
         sides: `"smaller"` or `"both"`.
@@ -63,7 +65,7 @@ class EigenbasisMoment(Stage):
         state = {"squares": like.new_zeros(n, k)}
         sizes = {"": n} if self.sides == "smaller" else {"": n, "other_": k}
         for side, size in sizes.items():
-            state[f"{side}gram"] = like.new_zeros(size, size)
+            state[f"{side}gram"] = like.new_zeros(packed_shape(size))
             state[f"{side}basis"] = torch.eye(size, dtype=like.dtype, device=like.device)
         return state
 
@@ -109,9 +111,9 @@ class EigenbasisMoment(Stage):
             new: gets the new state of this side.
         """
         gram, basis = (state[f"{side}{name}"].to(g.dtype) for name in ("gram", "basis"))
-        gram = torch.baddbmm(gram, g, g.mT, beta=self.beta, alpha=1 - self.beta)
+        gram = torch.baddbmm(unpack(gram), g, g.mT, beta=self.beta, alpha=1 - self.beta)
         order = torch.arange(gram.size(-1), device=g.device).expand(gram.shape[:2])
-        new[f"{side}gram"] = gram
+        new[f"{side}gram"] = pack(gram)
         if is_due(round, self.every):
             with full_precision():
                 for _ in range(_FIRST_STEPS if round <= self.every else 1):
@@ -129,9 +131,8 @@ def _turned(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     values, order = (basis * product).sum(-2).sort(dim=-1, descending=True)
     columns = order[:, None, :].expand_as(basis)
     basis, product = basis.gather(2, columns), product.gather(2, columns)
-    largest = values[:, :1, None]
-    product = product + _RIDGE * torch.where(largest > 0, largest, 1.0) * basis
-    x = _orthonormal(product)
+    x = _orthonormal(product + _RIDGE * values[:, :1, None] * basis)
+    # Where there was no gradient, or one that is not finite, the basis stays as it is.
     sound = x.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
     return torch.where(sound, x, basis), order
 
@@ -142,7 +143,7 @@ def _orthonormal(x: Tensor) -> Tensor:
     By Cholesky's decomposition \(R^\top R = X^\top X\), which GPUs are better at. Columns of length
     one are nearly orthogonal when the old basis was nearly right, and then squaring loses nothing.
     When it was not, a small multiple of I lets the decomposition exist, and the second pass removes
-    most of what that did. Two steps of Newton-Schulz remove what rounding leaves.
+    most of what that did. A step of Newton-Schulz removes the rest of it.
     """
     shift = 4 * x.size(-1) * torch.finfo(x.dtype).eps
     for _ in range(2):
@@ -151,6 +152,4 @@ def _orthonormal(x: Tensor) -> Tensor:
         product.diagonal(dim1=-2, dim2=-1).add_(shift)
         triangle, _ = torch.linalg.cholesky_ex(product)
         x = torch.linalg.solve_triangular(triangle, x.mT, upper=False).mT
-    for _ in range(2):
-        x = torch.baddbmm(x, x, x.mT @ x, beta=1.5, alpha=-0.5)
-    return x
+    return torch.baddbmm(x, x, x.mT @ x, beta=1.5, alpha=-0.5)

@@ -11,6 +11,7 @@ from torchpisa.algorithms.nsisa import COEFFICIENTS
 from torchpisa.algorithms.spectral import POLAR, full_precision
 from torchpisa.checks import check_count, check_range
 from torchpisa.preconditioners.consensus.base import Stage, is_due
+from torchpisa.preconditioners.consensus.symmetric import pack, packed_shape, unpack
 
 __all__ = ["Whiten", "inverse_root"]
 
@@ -28,9 +29,9 @@ class Whiten(Stage):
     Of a matrix that is taller than wide, \(g^\top g\) and \(U R\). One side of Shampoo's
     preconditioner (Gupta et al., 2018), before an orthogonalisation.
 
-    State of an n x k matrix, n <= k: \(C\) in float32 and \(R\), from one refresh to the next, in
-    bfloat16: \(6\,n/k\) bytes per parameter, so 6 for a square matrix and 1.5 for one that is four
-    times as wide. (Both are float64 for float64 parameters.)
+    State of an n x k matrix, n <= k: a triangle of \(C\) in float32 and one of \(R\) in bfloat16,
+    \(3\,n/k\) bytes per parameter, so 3 for a square matrix and 0.75 for one that is four times as
+    wide. (Both are float64 for float64 parameters.)
 
     Args:
         power: \(p\), 1/4 or 1/2.
@@ -61,24 +62,26 @@ class Whiten(Stage):
         # A matrix that is rounded to bfloat16 may have negative eigenvalues.
         wide = torch.promote_types(like.dtype, torch.float32)
         narrow = torch.float64 if wide == torch.float64 else torch.bfloat16
-        gram = torch.zeros(n, n, dtype=wide, device=like.device)
-        return {"gram": gram, "root": torch.eye(n, dtype=narrow, device=like.device)}
+        gram = torch.zeros(packed_shape(n), dtype=wide, device=like.device)
+        identity = torch.eye(n, dtype=narrow, device=like.device)
+        return {"gram": gram, "root": pack(identity[None])[0]}
 
     def apply(
         self, u: Tensor, g: Tensor, state: Mapping[str, Tensor], round: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        gram = torch.baddbmm(
-            state["gram"].to(g.dtype), g, g.mT, beta=self.beta, alpha=1 - self.beta
-        )
-        new = {"gram": gram}
+        gram = unpack(state["gram"].to(g.dtype))
+        gram = torch.baddbmm(gram, g, g.mT, beta=self.beta, alpha=1 - self.beta)
+        new = {"gram": pack(gram)}
         if is_due(round, self.every):
             trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
             a = gram / trace.clamp_min(torch.finfo(gram.dtype).tiny)
             a.diagonal(dim1=-2, dim2=-1).add_(self.eps)
             # As if the mean eigenvalue of C were one, so that R is about as large as I.
-            new["root"] = inverse_root(a, self.power, self.eps) * gram.size(-1) ** -self.power
-        root = new.get("root", state["root"])
-        return root.to(u.dtype) @ u, new
+            root = inverse_root(a, self.power, self.eps) * gram.size(-1) ** -self.power
+            new["root"] = pack(root)
+        else:
+            root = unpack(state["root"].to(u.dtype))
+        return root @ u, new
 
 
 def inverse_root(a: Tensor, power: float, least: float) -> Tensor:
