@@ -3,7 +3,7 @@
     python -m benchmarks figure docs/results/step_*.json
 
 One file per model and device. Beside the first of them it writes `step.md`, which the page on speed
-includes, and a picture per device, which `step.md` shows.
+includes, and a picture per device, which `step.md` shows; `--name` names them otherwise.
 """
 
 import argparse
@@ -190,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     parser.add_argument("--out", type=Path, help="folder; by default that of the first file")
+    parser.add_argument("--name", default="step", help="of the tables and pictures")
     args = parser.parse_args(argv)
     missing = [str(path) for path in args.files if not path.is_file()]
     if missing:
@@ -202,9 +203,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for device in ("cuda", "cpu"):
         of_device = [result for result in results if result["config"]["device"] == device]
         if of_device:
-            picture = folder / f"step_{device}.svg"
+            picture = folder / f"{args.name}_{device}.svg"
             draw(of_device, picture)
             texts.append(markdown(of_device, f"results/{picture.name}"))
             print(picture)
-    (folder / "step.md").write_text("\n".join(texts), encoding="utf-8")
-    print(folder / "step.md")
+    tables = folder / f"{args.name}.md"
+    tables.write_text("\n".join(texts), encoding="utf-8")
+    print(tables)

@@ -135,25 +135,32 @@ def report(results: Results) -> str:
 def draw(results: Results, path: Path) -> None:
     """Draw the loss at the end against the optimizer's time; a bar spans the seeds."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     groups = {label: runs for label, runs in by_label(results).items() if mean(runs) < float("inf")}
     with figure_style("language"):
         figure = Figure((6.4, 3.6), layout="constrained")
         axes = figure.subplots()
         colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(TITLES)}
+        latest = max(run["optimizer_ms"] or 1.0 for runs in groups.values() for run in runs)
         for runs in groups.values():
             settings, found = runs[0]["settings"], losses(runs)
-            time = runs[0]["optimizer_ms"] or 0.0
+            time = runs[0]["optimizer_ms"] or 1.0
             colour = colours[settings["choice"]["name"]]
             axes.plot([time, time], [min(found), max(found)], color=colour, lw=1.2)
             axes.plot([time], [mean(runs)], "o", color=colour, ms=4)
+            left = time > latest / 4  # where there is no room to the right
             axes.annotate(
                 *(title(settings), (time, mean(runs))),
-                **{"xytext": (5, 0), "textcoords": "offset points", "va": "center"},
-                fontsize=7,
+                **{"xytext": (-5 if left else 5, 0), "textcoords": "offset points"},
+                **{"ha": "right" if left else "left", "va": "center", "fontsize": 7},
             )
         axes.axhline(GOAL, color=INK, lw=0.8, ls=DASHES)
-        axes.margins(x=0.25, y=0.1)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.margins(x=0.1, y=0.1)
         axes.grid(color=INK, alpha=0.2, lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("time of the optimizer, ms per step")

@@ -99,7 +99,9 @@ def test_fused_equals_loop(tensors, own, seed):
     assert_equal(*runs, tolerance=0.05 if coarse else 1e-5)
 
 
-@pytest.mark.parametrize("own", [{}, {"row_beta": None}, {"batches": 4}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{}, {"row_beta": None, "clip": 2.0, "maximize": True}, {"batches": 4}], ids=str
+)
 def test_fused_equals_loop_closely(own):
     """1e-5 relative in float32."""
     tensors = [(shape, torch.float32) for shape in ((5, 9), (130, 70), (7,), (2100,))]

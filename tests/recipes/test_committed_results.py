@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECIPES = {
     "heterogeneity": heterogeneity.RECIPE,
     "language": language.RECIPE,
+    "language_stages": language.RECIPE,
     "vision": vision.RECIPE,
     "vision_paper": vision.RECIPE,
     "gan": gan.RECIPE,
