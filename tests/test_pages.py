@@ -69,3 +69,20 @@ def test_overview() -> None:
     ]
     constant, cosine = sum(better[:2]), sum(better[2:4])
     assert f"better than AdamW at 1e-3 on {constant} and {cosine} of 18 tasks |" in PAGE
+
+
+def test_time_of_misas_kernels() -> None:
+    """README and the pages on MISA and speed quote the comparison of stages."""
+    ours, muon = (cells("language_stages", name) for name in ("MISA", "Muon"))
+    (time, step), (muon_time, muon_step) = (row[4:6] for row in (ours, muon))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"they take {time} ms of a step, and Muon + AdamW {muon_time} ms" in " ".join(
+        readme.split()
+    )
+    for page in ("misa", "speed"):
+        text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+        assert f"{time} ms of" in text
+        assert f"{float(muon_time):.0f} of {muon_step}" in text or (
+            f"{float(muon_time):.0f} ms of {muon_step}" in text
+        )
+        assert step in text
