@@ -20,7 +20,7 @@ from torch import Tensor
 from torchpisa.kernels import misa
 from torchpisa.kernels.cpu import native
 from torchpisa.kernels.foreach import FOREACH, knows
-from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, real
+from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, check_shapes, real
 from torchpisa.kernels.loop import LOOP
 from torchpisa.kernels.triton import plan as triton_plan
 from torchpisa.kernels.triton.plan import Plans
@@ -147,7 +147,7 @@ def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa
         plans: what was prepared; None if gradients are only to be added up.
 
     Raises:
-        ValueError: `fused=True`, and it is not possible.
+        ValueError: `fused=True`, and it is not possible; or a tensor does not fit its parameter.
     """
     fused, foreach = job.settings["fused"], job.settings["foreach"]
     if plans is not None and (fused or (fused is None and foreach is None)):
@@ -158,6 +158,7 @@ def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa
             return found
         if fused:
             raise ValueError(f"fused=True is not possible: {found}")
+    check_shapes(job.members, ("moment", "pending"))
     return misa.FOREACH if many_at_once(job.settings, job.members) else misa.LOOP
 
 

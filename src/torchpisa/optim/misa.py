@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.kernels import dispatch
-from torchpisa.kernels.job import Member, check_shapes, compute_dtype, real
+from torchpisa.kernels.job import Member, compute_dtype, real
 from torchpisa.kernels.misa import ConsensusJob, ConsensusKernel, gradients
 from torchpisa.optim import arguments
 from torchpisa.optim.nonfinite import verdict
@@ -155,8 +155,6 @@ class MISA(RoundOptimizer):
         jobs = self._jobs(
             [[member for member in of_group if member.grad is not None] for of_group in members]
         )
-        for job in jobs.values():
-            check_shapes(job.members, ("moment", "pending"))
         # Several batches are added up first.
         plans = self._plans if self.batches == 1 else None
         kernels = [dispatch.for_misa(job, key, plans) for key, job in jobs.items()]
