@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import environment
 from recipes import logs
+from recipes.datasets import CorruptFileError
 from recipes.recipe import Line
 
 __all__ = ["Runs", "print_line", "rounded"]
@@ -94,6 +95,8 @@ class Runs:
         for name in names:
             try:
                 self.run_one(name, Progress(places[name], self.expected_lines(name)))
+            except (FileNotFoundError, CorruptFileError):  # the others would not find it either
+                raise
             except Exception as error:
                 failed[name] = error
                 print_line(f"{places[name]}: {error!r}")

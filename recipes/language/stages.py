@@ -126,9 +126,9 @@ def report(results: Results) -> str:
     checks = check(results)
     if checks:
         parts += ["**Goals**:", checks_table(checks, "goal")]
-    missing = results.get("missing", [])
+    missing = sorted({name.rpartition("_m")[0] for name in results.get("missing", [])})
     if missing:
-        parts.append(f"Planned but not run: {', '.join(missing)}.")
+        parts.append(f"Some seeds of these were planned and not run: {', '.join(missing)}.")
     return "\n\n".join([*parts, provenance(results)]) + "\n"
 
 

@@ -88,6 +88,32 @@ def test_jobs_do_runs_in_other_processes_and_one_may_fail(
 
 
 @pytest.mark.usefixtures("toy")
+def test_a_queue_outlives_a_run_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = {"bad": Slope(-1.0), **PLAN}
+    monkeypatch.setitem(command.RECIPES, "toy", dataclasses.replace(TOY, plan=lambda config: plan))
+    with pytest.raises(RuntimeError, match="1 runs failed: bad") as caught:
+        command.main(["toy", "--device", "cpu"])
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "1/4 bad: ValueError('downhill')" in capsys.readouterr().out
+    command.main(["toy", "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["to do  bad", "done  flat", "done  steep", "done  steeper"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_data_that_is_not_there_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(config: Size, settings: Slope, **options: str) -> Iterator[Line]:
+        raise FileNotFoundError("no such hill")
+        yield {}
+
+    monkeypatch.setitem(command.RECIPES, "toy", dataclasses.replace(TOY, run=run))
+    with pytest.raises(SystemExit, match="no such hill"):
+        command.main(["toy", "--device", "cpu"])
+
+
+@pytest.mark.usefixtures("toy")
 def test_only_some_runs(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["toy", "--only", "steep*", "--device", "cpu"])
     results = load()
