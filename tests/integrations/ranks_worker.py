@@ -32,6 +32,7 @@ from tests.integrations.windows import (
 from torchpisa.integrations import accelerate as ours
 from torchpisa.integrations import lightning as ours_in_lightning
 from torchpisa.integrations import transformers as ours_in_transformers
+from torchpisa.integrations.ranks import keep_own_gradients
 
 RANKS = 2
 MIDDLE = 10 * STEPS + 2
@@ -108,6 +109,12 @@ def with_accelerate_overflow(make: Any, folder: Path) -> nn.Module:
     if accelerator.scaler.get_scale() != expected:
         raise RuntimeError(f"the scale is {accelerator.scaler.get_scale()}, not {expected}")
     accelerate.state.AcceleratorState._reset_state()
+    return net
+
+
+def without_ddp(make: Any, folder: Path) -> nn.Module:
+    net = network()
+    keep_own_gradients(make(net.parameters()), [net])
     return net
 
 
@@ -225,6 +232,7 @@ REFUSED: dict[tuple[str, str], Case] = {
     ("bare-trainer", "sisa-nodes"): without_our_trainer,
     ("bare-lightning", "sisa-nodes"): without_our_callback,
     ("accelerate-loaded", "sisa-nodes"): with_accelerate_loaded,
+    ("unwrapped", "sisa-nodes"): without_ddp,
 }
 
 

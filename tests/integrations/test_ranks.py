@@ -109,3 +109,8 @@ def test_the_state_of_another_rank_is_refused(found):
     assert not isinstance(first, str)
     assert "state_dict must be that of rank 1, got that of rank 0" in second
     assert "torchpisa.distributed.save" in second
+
+
+def test_a_model_without_ddp_is_refused(found):
+    for message in found("unwrapped", "sisa-nodes"):
+        assert "needs a model in DistributedDataParallel here, got Net" in message
