@@ -109,7 +109,7 @@ def test_every_panel_shows_its_curves(curves: ModuleType, notes: dict[str, Any])
             assert not seen["broken"], (name, seen["title"])
             assert not seen["wide"], (name, seen["title"])
             assert seen["missing"] == (
-                f"Not run: {', '.join(panel['missing'])}." if panel["missing"] else ""
+                f"Not run: {'; '.join(panel['missing'])}." if panel["missing"] else ""
             )
 
 

@@ -21,22 +21,42 @@ PICTURE = re.compile(
 )
 NAMES = {
     "adabelief": "AdaBelief",
+    "adabound": "AdaBound",
     "adam": "Adam",
     "adamw": "AdamW",
     "fedavg": "FedAvg",
     "fednova": "FedNova",
     "fedprox": "FedProx",
     "fedsgd": "FedSGD",
+    "lamb": "LAMB",
     "misa": "MISA",
     "misa_adam_rate": "MISA, Adam's rate",
+    "misa_all": "MISA, all stages",
+    "misa_both_sides": "MISA, eigenbasis of both sides",
+    "misa_both_sides_lr3.6": "MISA, eigenbasis of both sides, lr 3.6e-3",
+    "misa_one_side": "MISA, eigenbasis of one side",
+    "misa_one_side_lr3.6": "MISA, eigenbasis of one side, lr 3.6e-3",
+    "misa_whiten": "MISA, whitened",
+    "misa_whiten_half": "MISA, whitened by half powers",
+    "msvag": "MSVAG",
     "muon": "Muon + AdamW",
     "muon-rms": "Muon + AdamW, RMS-matched",
+    "muon_rest_misa": "Muon, the rest by MISA's rule",
+    "nadam": "NAdam",
+    "normuon": "NorMuon",
+    "normuon_lr3": "NorMuon, lr 3e-3",
     "nsisa": "NSISA",
+    "radam": "RAdam",
     "scaffold": "Scaffold",
     "sgd": "SGD",
     "sisa": "SISA",
+    "sisa_defaults": "SISA, defaults",
     "sisa_lr": "SISA, Adam's rate",
+    "sisa_steps": "SISA, published steps",
     "soap": "SOAP",
+    "soap_muon": "SOAP-Muon",
+    "soap_muon_lr3": "SOAP-Muon, lr 3e-3",
+    "yogi": "Yogi",
     # Data sets and models
     "adult": "Adult",
     "ant_ppo": "Ant, PPO",
@@ -52,7 +72,8 @@ NAMES = {
     "wgan": "WGAN",
     "wgan_gp": "WGAN-GP",
 }
-ALSO = {"defaults"}  # pictures of something else, which stay above the curves
+STEPS = "steps of 65,536 tokens"
+ALSO = {"defaults", "language_stages"}  # pictures of something else, which stay above the curves
 Run = dict[str, Any]
 
 
@@ -238,21 +259,45 @@ def _heterogeneity(results: Run) -> Panels:
     return panels
 
 
+def _trained(run: Run, column: str, first: int) -> tuple[list[float], list[float | None]]:
+    """Steps and losses from some step on: the untrained model's would fill the picture."""
+    points = zip(run["step"], run[column], strict=True)
+    chosen = [(step, loss) for step, loss in points if step >= first]
+    return [step for step, _ in chosen], [loss for _, loss in chosen]
+
+
 def _language(results: Run) -> Panels:
     """The best trial of each optimizer, and all trials of each."""
     runs: dict[str, list[Run]] = {}
     for run in results["runs"].values():
         runs.setdefault(_name(run["settings"]["choice"]["name"]), []).append(run)
-    best = Panel("steps of 65,536 tokens", "validation loss")
+    best = Panel(STEPS, "validation loss")
     panels = {"The best trial of each optimizer": best}
     for name, trials in runs.items():
         lowest = min(trials, key=lambda run: run["last"] or math.inf)
-        best.line(name).add(lowest["step"], lowest["val_loss"])
+        best.line(name).add(*_trained(lowest, "val_loss", 1))
         panel = panels[f"All trials of {name}"] = Panel(best.x, best.y)
         for run in trials:
             settings = run["settings"]
             label = settings["label"] + (f", m {m}" if (m := settings["batches"]) > 1 else "")
-            panel.line(label.replace("_", " ")).add(run["step"], run["val_loss"])
+            panel.line(label.replace("_", " ")).add(*_trained(run, "val_loss", 1))
+    return panels
+
+
+def _language_stages(results: Run) -> Panels:
+    labels = {run["settings"]["label"] for run in results["runs"].values()}
+    labels |= {re.sub(r"_m\d+_seed\d+$", "", identifier) for identifier in results["missing"]}
+    panels = {
+        "Validation loss, second half": Panel(STEPS, "validation loss"),
+        "Training loss": Panel(STEPS, "training loss"),
+    }
+    validation, training = panels.values()
+    for run in results["runs"].values():
+        name = _name(run["settings"]["label"])
+        validation.line(name).add(*_trained(run, "val_loss", run["step"][-1] // 2))
+        training.line(name).add(*_trained(run, "loss", 50))
+    for panel in panels.values():
+        panel.missing = set(map(_name, labels))
     return panels
 
 
@@ -286,6 +331,14 @@ def _defaults(results: Run) -> Panels:
     return panels
 
 
+_vision = _recipe(
+    ("epoch", "epochs"),
+    [
+        Column("test_accuracy", "test accuracy (%)", scale=100.0),
+        Column("loss", "training loss", log=True),
+    ],
+    lambda s: s["model"],
+)
 SOURCES: dict[str, Callable[[Run], Panels]] = {
     "demo": _demo,
     "defaults": _defaults,
@@ -294,6 +347,7 @@ SOURCES: dict[str, Callable[[Run], Panels]] = {
     ),
     "heterogeneity": _heterogeneity,
     "language": _language,
+    "language_stages": _language_stages,
     "least_squares": _least_squares,
     "rl": _recipe(
         ("steps", "environment steps"),
@@ -308,12 +362,6 @@ SOURCES: dict[str, Callable[[Run], Panels]] = {
         ],
         lambda s: f"{s['layers']} layer{'s' * (s['layers'] > 1)}",
     ),
-    "vision": _recipe(
-        ("epoch", "epochs"),
-        [
-            Column("test_accuracy", "test accuracy (%)", scale=100.0),
-            Column("loss", "training loss", log=True),
-        ],
-        lambda s: s["model"],
-    ),
+    "vision": _vision,
+    "vision_paper": _vision,
 }

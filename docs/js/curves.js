@@ -65,7 +65,7 @@
     const svg = make("svg", { role: "img" }, box);
     const legend = add(box, "div", "curves-legend");
     const values = add(box, "div", "curves-values", "Point at the picture for values; click on a name to hide it.");
-    if (panel.missing.length) add(box, "div", "curves-missing", `Not run: ${panel.missing.join(", ")}.`);
+    if (panel.missing.length) add(box, "div", "curves-missing", `Not run: ${panel.missing.join("; ")}.`);
 
     const render = () => {
       svg.replaceChildren();
@@ -74,14 +74,16 @@
       svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
       const shown = lines.filter((line) => !hidden.has(line.name));
       const ys = (shown.length ? shown : lines).flatMap((line) => line.y);
-      const x1 = Math.max(...lines.flatMap((line) => line.x));
+      const xs = lines.flatMap((line) => line.x);
+      const [least, x1] = [Math.min(...xs), Math.max(...xs)];
+      const x0 = least > x1 / 3 ? least : 0;
       const [y0, y1] = [Math.min(...ys), Math.max(...ys)];
       const log = panel.log && y0 > 0;
       const along = log ? Math.log : (y) => y;
-      const px = (x) => LEFT + (x / x1) * (WIDTH - LEFT - RIGHT);
+      const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
       const share = (y) => (along(y) - along(y0)) / (along(y1) - along(y0) || 1);
       const py = (y) => ABOVE + (1 - share(y)) * (HEIGHT - ABOVE - BELOW);
-      for (const x of linearTicks(0, x1).filter((_, i, all) => WIDTH > 500 || all.length < 5 || i % 2 === 0)) {
+      for (const x of linearTicks(x0, x1).filter((_, i, all) => WIDTH > 500 || all.length < 5 || i % 2 === 0)) {
         make("text", { x: px(x), y: HEIGHT - BELOW + 16, "text-anchor": "middle" }, svg, short(x));
       }
       for (const y of y1 > y0 ? (log ? logTicks : linearTicks)(y0, y1) : [y0]) {
@@ -102,7 +104,7 @@
       svg.onpointermove = (event) => {
         const frame = svg.getBoundingClientRect();
         const at = ((event.clientX - frame.left) / frame.width) * WIDTH;
-        const x = Math.min(x1, Math.max(0, ((at - LEFT) / (WIDTH - LEFT - RIGHT)) * x1));
+        const x = Math.min(x1, Math.max(x0, x0 + ((at - LEFT) / (WIDTH - LEFT - RIGHT)) * (x1 - x0)));
         cursor.setAttribute("x1", px(x));
         cursor.setAttribute("x2", px(x));
         values.textContent = shown.map((line) => {

@@ -20,13 +20,23 @@ import transformers
 from torch import distributed, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
-from tests.integrations.windows import CASES, STEPS, WINDOWS, Net, micro_batches, model
+from tests.integrations.windows import (
+    CASES,
+    STEPS,
+    WINDOWS,
+    Net,
+    micro_batches,
+    model,
+    scale_losses,
+)
 from torchpisa.integrations import accelerate as ours
 from torchpisa.integrations import lightning as ours_in_lightning
 from torchpisa.integrations import transformers as ours_in_transformers
+from torchpisa.integrations.ranks import keep_own_gradients
 
 RANKS = 2
 MIDDLE = 10 * STEPS + 2
+OVERFLOW = 5 * RANKS * STEPS + 2 * RANKS + 1  # window 5, slot 2, of the last rank
 # Frameworks deal these out, one to each rank in turn.
 DATA = [{**batch, "x": batch["x"].double()} for batch in micro_batches(RANKS * STEPS * WINDOWS)]
 
@@ -82,6 +92,30 @@ def with_accelerate_loaded(make: Any, folder: Path) -> nn.Module:
     accelerator.wait_for_everyone()
     accelerator.load_state(str(folder))
     return net  # type: ignore[no-any-return]
+
+
+def with_accelerate_overflow(make: Any, folder: Path) -> nn.Module:
+    """Losses are scaled, and one micro-batch of the last rank is not finite."""
+    accelerate.state.GradientState._reset_state()
+    accelerator = ours.Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net = network()
+    spoiled = [dict(batch) for batch in DATA]
+    spoiled[OVERFLOW]["x"] = torch.full_like(spoiled[OVERFLOW]["x"], torch.inf)
+    prepared = accelerator.prepare(net, make(net.parameters()), loader(spoiled))
+    scale_losses(accelerator, accelerator.scaler)
+    accumulate(accelerator, *prepared)
+    expected = 512.0 if distributed.get_rank() == OVERFLOW % RANKS else 1024.0
+    if accelerator.scaler.get_scale() != expected:
+        raise RuntimeError(f"the scale is {accelerator.scaler.get_scale()}, not {expected}")
+    accelerate.state.AcceleratorState._reset_state()
+    return net
+
+
+def without_ddp(make: Any, folder: Path) -> nn.Module:
+    net = network()
+    keep_own_gradients(make(net.parameters()), [net])
+    return net
 
 
 def without_our_accelerator(make: Any, folder: Path) -> nn.Module:
@@ -187,6 +221,7 @@ RUNS: dict[tuple[str, str], Case] = {
     ("lightning-manual", "sisa-mean"): with_lightning_by_hand,
     ("lightning-manual", "sisa-nodes"): with_lightning_by_hand,
     ("accelerate-resumed", "sisa-mean"): with_accelerate_resumed,
+    ("accelerate-overflow", "sisa-nodes"): with_accelerate_overflow,
     # Without an adapter
     ("bare-accelerate", "misa-mean"): without_our_accelerator,
     ("bare-trainer", "misa-mean"): without_our_trainer,
@@ -197,6 +232,7 @@ REFUSED: dict[tuple[str, str], Case] = {
     ("bare-trainer", "sisa-nodes"): without_our_trainer,
     ("bare-lightning", "sisa-nodes"): without_our_callback,
     ("accelerate-loaded", "sisa-nodes"): with_accelerate_loaded,
+    ("unwrapped", "sisa-nodes"): without_ddp,
 }
 
 

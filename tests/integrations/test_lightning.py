@@ -3,6 +3,7 @@
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,19 @@ def test_a_step_that_returns_none_is_an_absent_batch(tmp_path):
 def test_other_windows_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"batches must be 1 or .* window \(4\), got 2"):
         fit(Module(lambda p: SISA(p, batches=2)), micro_batches(), tmp_path, MicroBatchCallback())
+
+
+def test_several_processes_need_ddp():
+    """`test_ranks.py` has those that have it."""
+    module = Module(OPTIMIZERS["sisa"])
+    trainer = SimpleNamespace(
+        accumulate_grad_batches=STEPS,
+        optimizers=[module.configure_optimizers()],
+        strategy=SimpleNamespace(model=module),
+        world_size=2,
+    )
+    with pytest.raises(RuntimeError, match=r"needs strategy='ddp', got SimpleNamespace"):
+        MicroBatchCallback().on_train_start(trainer, module)
 
 
 class Manual(Module):
