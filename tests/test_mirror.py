@@ -67,6 +67,7 @@ TOGETHER = {
     "test_defaults.py": "how good the defaults are",
     "test_docs.py": "the blocks of the documentation",
     "test_mirror.py": "this",
+    "test_notebooks.py": "the notebooks of the documentation",
     "test_package.py": "the package as a whole",
     "test_pages.py": "tables of the documentation",
     "test_release.py": "the files of a release",

@@ -263,7 +263,7 @@ OLD = {
     "alone": (Layout("alone", batches=3), SISA, 8),
     "one": (Layout("alone"), SISA, 3),
 }
-FILES = ("open", "open hsdp")
+FILES = ["open", "open hsdp"]
 TRAINED = ("four", "open nsisa", "open hsdp file")
 NEW = [
     Layout("alone"),
@@ -274,6 +274,10 @@ NEW = [
     Layout("hsdp", replicas=2, shards=2),
     Layout("fsdp", shards=4),
 ]
+if torch.__version__ < "2.7":  # has no FSDP2 on CPUs
+    OLD = {name: entry for name, entry in OLD.items() if entry[0].shards == 1}
+    FILES = [name for name in FILES if name in OLD]
+    NEW = [layout for layout in NEW if layout.shards == 1]
 
 
 def before(name: str) -> Layout:

@@ -149,7 +149,8 @@ def strategy(
 def imbalance(strategy: FederatedStrategy, folder: Path, kind: str = "dual") -> float:
     """Return `imbalance_of` a strategy."""
     clients = {name: vars(client) for name, client in strategy.clients.items()}
-    return imbalance_of({"server": vars(strategy.server), "clients": clients}, folder, kind)
+    saved = {"training": strategy._training, "server": vars(strategy.server), "clients": clients}
+    return imbalance_of(saved, folder, kind)
 
 
 def imbalance_of(saved: dict[str, Any], folder: Path, kind: str = "dual") -> float:
@@ -163,10 +164,9 @@ def imbalance_of(saved: dict[str, Any], folder: Path, kind: str = "dual") -> flo
     server, clients = saved["server"], saved["clients"]
     total = {name: torch.zeros_like(w).double() for name, w in server["weights"].items()}
     samples = sum(client["samples"] for client in clients.values())
-    (training,) = folder.iterdir()
     for name, client in clients.items():
         count, accepted = client["samples"], client["accepted"]
-        kept = load(FolderMemoryStore(folder, training.name, name).file)
+        kept = load(FolderMemoryStore(folder, saved["training"], name).file)
         if accepted == -1:
             continue
         assert accepted in (kept["asked"], kept["taken"])

@@ -152,7 +152,8 @@ def test_regularisation_and_dropout_are_of_training() -> None:
 
 
 def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.main(["rnn", "--out", str(tmp_path), "--data", str(tmp_path), "--device", "cpu"])
+    words = ["rnn", "--out", str(tmp_path), "--data", str(tmp_path), "--device", "cpu"]
+    command.main([*words, "--only", "*isa*"])  # Adam is not ours
     assert "FAILS" not in capsys.readouterr().out
     results = json.loads((tmp_path / "rnn.json").read_text(encoding="utf-8"))
     for name, run_ in results["runs"].items():
