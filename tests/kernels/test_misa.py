@@ -111,6 +111,57 @@ def test_fused_equals_loop_closely(own):
         assert (p - q).norm() <= 1e-5 * p.norm()
 
 
+@pytest.mark.parametrize("way", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize(
+    "own", [{}, {"row_beta": None, "batches": 2, "nonfinite": "skip"}], ids=str
+)
+@pytest.mark.parametrize(
+    ("shape", "block", "blocks"),
+    [
+        ((12, 5), (4, 5), 3),
+        ((12, 20), (6, 20), 2),
+        ((3, 4, 9), (4, 9), 3),
+        ((2, 9, 2, 2), (9, 4), 2),
+    ],
+    ids=str,
+)
+def test_blocks_are_matrices_of_their_own(shape, block, blocks, own, way):
+    """Rows of queries, keys and values; stacks of experts' matrices or kernels."""
+    ways = {"loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True}}
+    settings = {"ns_dtype": None, **ways.get(way, {"fused": True}), **own}
+    generator = torch.Generator().manual_seed(0)
+    whole = nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE))
+    vector = nn.Parameter(torch.ones(3, device=DEVICE))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().reshape(blocks, *block)]
+    opt = MISA([{"params": [whole], "blocks": blocks}, {"params": [vector]}], **settings)
+    apart = MISA(parts, **settings)
+    for k in range(6):
+        whole.grad = torch.randn(shape, generator=generator).to(DEVICE)
+        vector.grad = torch.ones_like(vector)
+        if k == 2 and "nonfinite" in own:
+            whole.grad.flatten()[-1] = math.inf
+        for part, grad in zip(parts, whole.grad.reshape(blocks, *block), strict=True):
+            part.grad = grad.clone()
+        opt.step()
+        apart.step()
+    ends = torch.stack([part.detach() for part in parts]).reshape(shape)
+    torch.testing.assert_close(whole.detach(), ends, rtol=1e-5, atol=1e-6)
+    assert float(opt.state[whole]["step"]) == float(apart.state[parts[0]]["step"])
+
+
+def test_an_entry_that_is_not_finite_is_found_in_a_later_block():
+    one, two = (nn.Parameter(torch.randn(12, 5, device=DEVICE)) for _ in range(2))
+    opt = MISA([("one", one), ("two", two)], blocks=3, fused=True, ns_dtype=None)
+    for p in (one, two):
+        p.grad = torch.ones_like(p)
+    two.grad[11, 4] = math.nan
+    opt.step()
+    if ON_GPU:
+        torch.cuda.synchronize()
+    with pytest.raises(FloatingPointError, match=r"iteration 0: two\."):
+        opt.step()
+
+
 def test_lr_may_be_a_tensor_and_change():
     def change(opt, k):
         opt.param_groups[0]["lr"].fill_(0.01 / (1 + k))

@@ -172,6 +172,14 @@ def test_matrix_must_fit() -> None:
         MISA([{"params": [nn.Parameter(torch.ones(3))], "matrix": "yes"}])
 
 
+@pytest.mark.parametrize(("shape", "blocks"), [((10, 4), 3), ((3, 4), 3), ((8, 4, 2), 3)])
+def test_blocks_must_fit(shape: tuple[int, ...], blocks: int) -> None:
+    with pytest.raises(ValueError, match=rf"blocks must divide .*, got {blocks} for one of shape"):
+        MISA([nn.Parameter(torch.ones(shape))], blocks=blocks)
+    vector = nn.Parameter(torch.ones(7))
+    MISA([{"params": [vector], "blocks": blocks}])  # it has no rows to divide
+
+
 def test_a_negative_lr_written_by_a_scheduler_is_refused() -> None:
     """In any group, and before another one has moved."""
     first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))

@@ -27,7 +27,15 @@ from torchpisa.kernels.job import FindsNonfinite, Member, compute_dtype, real
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners.consensus import Stage
 
-__all__ = ["FOREACH", "LOOP", "ConsensusJob", "ConsensusKernel", "gradients"]
+__all__ = [
+    "FOREACH",
+    "LOOP",
+    "ConsensusJob",
+    "ConsensusKernel",
+    "block_shape",
+    "gradients",
+    "is_stack",
+]
 
 # State that is rounded when it is stored.
 _LARGE = ("dual", "rows", "moment")
@@ -157,10 +165,11 @@ def _loop_step(job: ConsensusJob) -> None:
                     state[key] = stored[key].to(value.dtype)
             (o,) = _orthogonalized(settings, [member], [u])
             if settings["row_beta"] is None:
-                p = misa.match_rms(o, *_shape(member))
+                p = misa.match_rms(o, *block_shape(member.origin, settings["blocks"]))
             else:
-                rows, numbers = state["rows"].flatten(1), (settings["row_beta"], settings["eps"])
-                p, rows = misa.normalize_rows(o, _row_squares(o, member), rows, step, *numbers)
+                rows = state["rows"].reshape(-1, 1)
+                numbers = settings["row_beta"], settings["eps"]
+                p, rows = misa.normalize_rows(o, _row_squares(job, o, member), rows, step, *numbers)
                 new["rows"] = rows.view_as(state["rows"])
             p = p.view_as(u)
         w = real(member.param)
@@ -208,13 +217,14 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     os = _orthogonalized(settings, members, us)
     shaped = [o.view_as(u) for o, u in zip(os, us, strict=True)]
     if settings["row_beta"] is None:
-        torch._foreach_mul_(shaped, [max(_shape(member)) ** 0.5 for member in members])
+        shapes = [block_shape(member.origin, settings["blocks"]) for member in members]
+        torch._foreach_mul_(shaped, [max(shape) ** 0.5 for shape in shapes])
         _move(job, params, shaped, misa.RMS)
         return
     beta = settings["row_beta"]
     rows = [real(member.state["rows"]) for member in members]
     squares = [
-        _row_squares(o, member).view_as(row)
+        _row_squares(job, o, member).view_as(row)
         for o, member, row in zip(os, members, rows, strict=True)
     ]
     averages = like(rows, us[0].dtype)
@@ -232,7 +242,7 @@ def _staged(job: ConsensusJob, us: Tensors, grads: Tensors) -> Tensors:
     """Return what the stage before the orthogonalisation makes of U, and update its state."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, member in enumerate(job.members):
-        alike.setdefault(tuple(sorted(_shape(member))), []).append(index)
+        alike.setdefault(tuple(sorted(block_shape(member.origin))), []).append(index)
     staged = list(us)
     for (n, k), indexes in alike.items():
         state = [job.members[indexes[0]].state[name] for name in job.settings["before"].names]
@@ -302,8 +312,12 @@ def _move(job: ConsensusJob, params: Tensors, ps: Tensors, scale: float) -> None
 def _orthogonalized(
     settings: Mapping[str, Any], members: list[Member], us: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return U V^T for each matrix U S V^T, as matrices; of sharded ones, the rows held here."""
+    """Return U V^T for each matrix U S V^T, as matrices; of sharded ones, the rows held here.
+
+    A parameter that is several matrices, `blocks`, comes back as one, with all of their rows.
+    """
     origins = [member.origin for member in members]
+    count = settings["blocks"]
     dtype = newton_schulz.dtype_for(settings["ns_dtype"], origins)
 
     def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -318,27 +332,44 @@ def _orthogonalized(
         pairs = zip(damped, matrices, strict=True)
         return [o[: u.size(0), : u.size(1)].contiguous() for o, u in pairs]
 
+    def solve_blocks(matrices: Sequence[Tensor]) -> list[Tensor]:
+        if count == 1:
+            return solve(matrices)
+        os = solve([block for matrix in matrices for block in matrix.chunk(count)])
+        return [torch.cat(os[start : start + count]) for start in range(0, len(os), count)]
+
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
-        return [o.flatten(1) for o in dtensor.solve(us, origins, solve)]
-    return solve([u.flatten(1) for u in us])
+        return [o.flatten(1) for o in dtensor.solve(us, origins, solve_blocks)]
+    columns = [block_shape(origin, count)[1] for origin in origins]
+    return solve_blocks([u.reshape(-1, k) for u, k in zip(us, columns, strict=True)])
 
 
-def _row_squares(o: Tensor, member: Member) -> Tensor:
+def block_shape(param: Tensor, blocks: int = 1) -> tuple[int, int]:
+    """Return rows and columns of each of the matrices that a parameter consists of.
+
+    Blocks are of consecutive rows, or the entries of a stack: a parameter of three dimensions or
+    more, the first of which is `blocks`.
+    """
+    if is_stack(param, blocks):
+        return param.size(1), param.numel() // (param.size(0) * param.size(1))
+    return param.size(0) // blocks, param.numel() // param.size(0)
+
+
+def is_stack(param: Tensor, blocks: int) -> bool:
+    """Return whether the blocks of a parameter are its entries, as experts' matrices are."""
+    return blocks > 1 and param.dim() >= 3 and param.size(0) == blocks
+
+
+def _row_squares(job: ConsensusJob, o: Tensor, member: Member) -> Tensor:
     """Return the mean square of each row, (rows, 1), also where columns are elsewhere."""
     squares: Tensor = torch.linalg.vector_norm(o, dim=1, keepdim=True).square()
     if member.whole is not None:
         from torchpisa.distributed import dtensor
 
         squares = dtensor.summed(squares, dtensor.groups_of_columns(member.whole))
-    return squares / _shape(member)[1]
-
-
-def _shape(member: Member) -> tuple[int, int]:
-    """Return rows and columns of the whole matrix."""
-    whole = member.origin
-    return whole.size(0), whole.numel() // whole.size(0)
+    return squares / block_shape(member.origin, job.settings["blocks"])[1]
 
 
 def _count(member: Member, keep: Tensor | None) -> Scalar:

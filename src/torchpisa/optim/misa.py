@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.kernels import dispatch
 from torchpisa.kernels.job import Member, compute_dtype, real
-from torchpisa.kernels.misa import ConsensusJob, ConsensusKernel, gradients
+from torchpisa.kernels.misa import ConsensusJob, ConsensusKernel, gradients, is_stack
 from torchpisa.optim import arguments
 from torchpisa.optim.nonfinite import verdict
 from torchpisa.optim.optimizer import RoundOptimizer, names_of
@@ -68,6 +68,10 @@ class MISA(RoundOptimizer):
         damping: \(\tau \ge 0\), orthogonalise less sharply: a singular value s of U becomes
             \(s / \sqrt{s^2 + \tau^2}\), \(\tau\) as a multiple of their root mean square, instead
             of 1.
+        blocks: matrices that every parameter consists of, to be orthogonalised one by one: blocks
+            of consecutive rows, such as 3 for queries, keys and values in one, or 3 times the
+            heads; or the entries of a stack, such as the matrices of so many experts in a
+            parameter of three dimensions. Give it to the groups that need it.
         row_beta: how much of the rows' mean squares is kept, in [0, 1); None to leave rows as they
             are, which with `look_ahead=1 + momentum` is Muon.
         beta: how much of the second moment of what is not a matrix is kept, in (0, 1).
@@ -125,6 +129,7 @@ class MISA(RoundOptimizer):
         look_ahead: float = 2.0,
         before: Stage | None = None,
         damping: float = 0.0,
+        blocks: int = 1,
         row_beta: float | None = 0.95,
         beta: float = 0.99,
         eps: float = 1e-8,
@@ -283,7 +288,8 @@ class MISA(RoundOptimizer):
             else:
                 if group["row_beta"] is not None:
                     # (rows, 1, ...), so that it is sharded with the rows of its parameter.
-                    narrow = (slice(None), *[slice(1)] * (param.dim() - 1))
+                    kept = 2 if is_stack(param, group["blocks"]) else 1
+                    narrow = (*[slice(None)] * kept, *[slice(1)] * (param.dim() - kept))
                     state["rows"] = state["dual"][narrow].clone()
                 if group["before"] is not None:
                     shape = sorted((param.size(0), param.numel() // param.size(0)))
@@ -298,6 +304,7 @@ class MISA(RoundOptimizer):
         for group in state.get("param_groups", ()):  # pickled by a version that had less
             group.setdefault("before", None)
             group.setdefault("damping", 0.0)
+            group.setdefault("blocks", 1)
             group.setdefault("fused", None)
         super().__setstate__(state)
 
@@ -313,6 +320,9 @@ class MISA(RoundOptimizer):
                 f"Whiten(), got {before!r}"
             )
         check_range("damping", group["damping"], 0, high_open=True)
+        check_count("blocks", group["blocks"])
+        if before is not None and group["blocks"] > 1:
+            raise ValueError(f"blocks must be 1 with before={before!r}, got {group['blocks']}")
         if group["row_beta"] is not None:
             check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
         check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
@@ -381,6 +391,8 @@ def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:
 def _check_matrices(group: Group) -> None:
     pairs = zip(group["params"], names_of(group), strict=True)
     for param, name in pairs:
+        if group["blocks"] > 1 and _is_orthogonalized(param, group, name):
+            _check_blocks(param, group["blocks"])
         if (
             group["before"] is not None
             and hasattr(param, "full_tensor")
@@ -396,3 +408,14 @@ def _check_matrices(group: Group) -> None:
                 "matrix must be None or False for parameters that are not real matrices, "
                 f"got True for one of shape {tuple(param.shape)}"
             )
+
+
+def _check_blocks(param: Tensor, blocks: int) -> None:
+    shape = tuple(param.shape)
+    if param.size(0) % blocks or (param.size(0) == blocks and param.dim() < 3):
+        raise ValueError(
+            f"blocks must divide the rows of every matrix into blocks of two or more, got {blocks} "
+            f"for one of shape {shape}: give parameters of different blocks groups of their own"
+        )
+    if is_stack(param, blocks) and hasattr(param, "full_tensor"):
+        raise ValueError(f"blocks must be 1 for a sharded stack, got {blocks} for one of {shape}")

@@ -289,7 +289,7 @@ class Watch:
             return
         bad = []
         for launch, members in sent.launches:
-            flags = zip(launch.order, launch.seen.tolist(), strict=True)
+            flags = zip(launch.members, launch.seen.tolist(), strict=True)
             bad += [members[number].origin for number, flag in flags if flag]
             launch.nonfinite.zero_()
         for each in sent.flags:

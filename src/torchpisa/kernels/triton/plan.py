@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, check_shapes, mark_changed
-from torchpisa.kernels.misa import ConsensusJob
+from torchpisa.kernels.misa import ConsensusJob, block_shape
 from torchpisa.kernels.optional import without_triton
 from torchpisa.kernels.triton import table
 from torchpisa.kernels.triton.table import Launch, Matrices, Row
@@ -245,14 +245,18 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
     members = job.members
     params = [member.param for member in members]
     reason = obstacle(params, None) or misa_obstacle(job.settings)
+    count = job.settings["blocks"] if job.matrix else 1
     if reason is None and job.matrix:
         reason = _not_row_by_row(params)
+        if count > 1 and not all(param.is_contiguous() for param in params):
+            reason = reason or "blocks of a parameter are not stored one after the other"
     if reason is not None:
         return reason
     if job.matrix and members[0].whole is not None:
         return "matrices are sharded, so they have to be brought together first"
     check_shapes(members, ("dual", "moment"))
     rows: list[Row] = []
+    shapes: list[tuple[int, int]] = []
     copies: list[Tensor] = []
     for member, given in zip(members, job.grads, strict=True):
         param, state = member.param, member.state
@@ -262,36 +266,42 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
             return reason
         if kept.dtype != dual.dtype:
             return "state of one parameter is of several dtypes"
-        rows_missing = "rows" not in state or kept.numel() != param.size(0)
+        height, width = block_shape(param, count) if job.matrix else (1, 0)
+        rows_missing = "rows" not in state or kept.numel() != count * height
         if job.matrix and job.settings["row_beta"] is not None and rows_missing:
             return "a parameter has not one mean square per row in its state"
         state["step"] = state["step"].to(param.device, torch.float32, non_blocking=True)
         grad = _laid_out_like(param, given, copies)
-        addresses = (param, grad, dual, kept)
-        rows.append(
-            (
-                *(tensor.data_ptr() for tensor in addresses),
-                0,
-                state["step"].data_ptr(),
-                *(0, 0),
-                param.numel(),
-                param.device,
-                param.dtype,
-                grad.dtype,
-                dual.dtype,
-                False,
+        size = param.numel() // count
+        steps = [size * tensor.itemsize for tensor in (param, grad, dual)]
+        steps.append((height if job.matrix else size) * kept.itemsize)
+        starts = [tensor.data_ptr() for tensor in (param, grad, dual, kept)]
+        for block in range(count):
+            rows.append(
+                (
+                    *(start + block * step for start, step in zip(starts, steps, strict=True)),
+                    0,
+                    state["step"].data_ptr(),
+                    *(0, 0),
+                    size,
+                    param.device,
+                    param.dtype,
+                    grad.dtype,
+                    dual.dtype,
+                    False,
+                )
             )
-        )
+            shapes.append((height, width))
     matrices = None
     if job.matrix:
         dtype = newton_schulz.dtype_for(job.settings["ns_dtype"], params) or torch.float32
-        shapes = [(param.size(0), param.numel() // param.size(0)) for param in params]
         matrices = Matrices(shapes, dtype.itemsize)
     glance = [] if copies else _misa_glance(job, memory)
     known = plan if isinstance(plan, MisaPlan) else None
     plan = plans[key] = found = _refreshed(known, rows, glance, matrices, MisaPlan)
     for launch in found.launches:
-        launch.steps = [members[number].state["step"] for number in launch.order]
+        launch.members = [number // count for number in launch.order]
+        launch.steps = [members[number].state["step"] for number in dict.fromkeys(launch.members)]
     found.copies = copies
     return found
 
@@ -316,7 +326,7 @@ def _misa_glance(job: ConsensusJob, memory: str) -> list[Row]:
             param.numel(),
             grad.dtype,
             grad.is_contiguous() or grad.stride(),
-            job.settings["ns_dtype"] if job.matrix else None,
+            (job.settings["ns_dtype"], job.settings["blocks"]) if job.matrix else None,
         )
         for (param, _, state, _), grad in zip(job.members, job.grads, strict=True)
     ]

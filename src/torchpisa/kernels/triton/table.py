@@ -47,7 +47,8 @@ class Launch:
 
     Attributes:
         kind: what they have in common.
-        order: their numbers among all parameters of the plan.
+        order: their numbers among the rows of the plan.
+        members: their numbers among its parameters, which may have several rows each.
         blocks: number of blocks, that is, of programs.
         table: a row of addresses, size and first block per parameter.
         tensor_of: the parameter of each block.
@@ -62,6 +63,7 @@ class Launch:
 
     kind: Kind
     order: list[int]
+    members: list[int]
     blocks: int
     table: Tensor
     tensor_of: Tensor
@@ -126,6 +128,7 @@ def _launch(
     return Launch(
         kind=kind,
         order=order,
+        members=order,
         blocks=int(first_block[-1]),
         table=send(values, torch.int64),
         tensor_of=send(torch.arange(len(order)).repeat_interleave(counts), torch.int32),
