@@ -210,7 +210,9 @@ def backward(model: nn.Module, ranks: list[int], step: int) -> None:
 
 
 def trained(model: nn.Module, ranks: list[int], foreach: bool | None = None) -> MISA:
-    opt = MISA(model.parameters(), foreach=foreach, clip=0.5)
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "blocks": 3}, {"params": rest}]
+    opt = MISA(groups, foreach=foreach, clip=0.5)
     for step in range(10):
         opt.zero_grad()
         backward(model, ranks, step)
