@@ -34,7 +34,7 @@ __all__ = [
     "local_step_kernel",
     "measure_kernel",
     "nonfinite_kernel",
-    "residual_kernel",
+    "store_square",
     "total_square",
 ]
 
@@ -333,6 +333,18 @@ def nonfinite_kernel(
 
 
 @triton.jit
+def store_square(x, largest, squares):
+    """Write the largest entry of a block, and the sum of squares relative to it.
+
+    Two numbers, so that the squares of tiny entries do not underflow; see `total_square`.
+    """
+    peak = tl.max(tl.abs(x), 0)
+    scaled = x / tl.where(peak > 0, peak, 1.0)
+    tl.store(largest + tl.program_id(0), peak)
+    tl.store(squares + tl.program_id(0), tl.sum(scaled * scaled, 0))
+
+
+@triton.jit
 def measure_kernel(
     table,
     tensor_of,
@@ -349,10 +361,7 @@ def measure_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the largest entry of r_i in each block, and the sum of squares relative to it.
-
-    Entries of gradients that are not finite do not count.
-    """
+    """Measure r_i block by block, for its norm; entries that are not finite do not count."""
     tensor, start, left = span(table, tensor_of, BLOCK)
     lane = tl.arange(0, BLOCK)
     mask = lane < left
@@ -365,11 +374,7 @@ def measure_kernel(
     r = pi + gradient(g, w, grad_scale, weight_decay, MAXIMIZE, DECAYS)
     if clip_scale is not None:
         r = r * tl.load(clip_scale)
-    r = tl.where(good, r, 0.0)
-    peak = tl.max(tl.abs(r), 0)
-    scaled = r / tl.where(peak > 0, peak, 1.0)
-    tl.store(largest + tl.program_id(0), peak)
-    tl.store(squares + tl.program_id(0), tl.sum(scaled * scaled, 0))
+    store_square(tl.where(good, r, 0.0), largest, squares)
 
 
 @triton.jit
@@ -441,31 +446,3 @@ def total_square(largest, squares, first_block, tensor, BLOCK: tl.constexpr):
         share = tl.load(largest + where, mask=where < last, other=0.0) / divisor
         total += share * share * tl.load(squares + where, mask=where < last, other=0.0)
     return divisor, tl.sum(total, 0)
-
-
-@triton.jit
-def residual_kernel(
-    table,
-    tensor_of,
-    squares,
-    grad_scale,
-    weight_decay,
-    MAXIMIZE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr,
-    GRAD_DTYPE: tl.constexpr,
-    STATE_DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the sum of squares of r_i over each block, for the clip."""
-    tensor, start, left = span(table, tensor_of, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    mask = lane < left
-    pi = read(address(table, tensor, DUAL, STATE_DTYPE, ALIGNED) + start + lane, mask, True)
-    g = read(address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start + lane, mask, True)
-    w = pi
-    if DECAYS:
-        w = read(address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start + lane, mask, True)
-    r = pi + gradient(g, w, grad_scale, weight_decay, MAXIMIZE, DECAYS)
-    tl.store(squares + tl.program_id(0), tl.sum(r * r, 0))

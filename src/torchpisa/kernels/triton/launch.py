@@ -75,36 +75,40 @@ def any_nonfinite(launch: Launch) -> Tensor:
 
 def residual_norm(job: LocalJob, launch: Launch) -> Tensor:
     """Return the norm of r over all parameters of a launch."""
-    squares = torch.empty(launch.blocks, dtype=torch.float32, device=launch.kind.device)
-    elementwise.residual_kernel[(launch.blocks,)](
-        launch.table,
-        launch.tensor_of,
-        squares,
-        _here(job.grad_scale, launch),
-        job.weight_decay,
-        **_gradient_flags(job),
-        **_dtypes(launch),
-        BLOCK=BLOCK,
-    )
-    return squares.sum().sqrt()
+    largest, squares = _measured(launch, job.grad_scale, None, job.weight_decay, job.maximize)
+    return (largest.square() * squares).sum().sqrt()
 
 
 def misa_norm(job: ConsensusJob, launch: Launch) -> Tensor:
     """Return the norm of MISA's r over all parameters of a launch."""
-    squares = torch.empty(launch.blocks, dtype=torch.float32, device=launch.kind.device)
-    if launch.blocks:
-        elementwise.residual_kernel[(launch.blocks,)](
-            launch.table,
-            launch.tensor_of,
-            squares,
-            _here(job.grad_scale, launch),
-            0.0,
-            MAXIMIZE=job.maximize,
-            DECAYS=False,
-            **_dtypes(launch),
-            BLOCK=BLOCK,
-        )
-    return squares.sum().sqrt()
+    largest, squares = _measured(launch, job.grad_scale, None, 0.0, job.maximize)
+    return (largest.square() * squares).sum().sqrt()
+
+
+def _measured(
+    launch: Launch,
+    grad_scale: Tensor | None,
+    clip_scale: Tensor | None,
+    weight_decay: float,
+    maximize: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the largest entry of r in each block, and the sum of squares relative to it."""
+    memory = torch.empty(2, launch.blocks, dtype=torch.float32, device=launch.kind.device)
+    largest, squares = memory
+    elementwise.measure_kernel[(launch.blocks,)](
+        launch.table,
+        launch.tensor_of,
+        largest,
+        squares,
+        _here(grad_scale, launch),
+        _here(clip_scale, launch),
+        weight_decay,
+        MAXIMIZE=maximize,
+        DECAYS=weight_decay != 0,
+        **_dtypes(launch),
+        BLOCK=BLOCK,
+    )
+    return largest, squares
 
 
 def misa_step(job: ConsensusJob, launch: Launch) -> None:
@@ -242,19 +246,9 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
 def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
     """Let sigma follow the gradients; return rho/sigma and lr/(S + lr lambda), by parameter."""
     device, tensors = launch.kind.device, len(launch.order)
-    largest, squares = torch.empty(2, launch.blocks, dtype=torch.float32, device=device)
     ratios, scales = torch.empty(2, tensors, dtype=torch.float32, device=device)
-    elementwise.measure_kernel[(launch.blocks,)](
-        launch.table,
-        launch.tensor_of,
-        largest,
-        squares,
-        _here(job.grad_scale, launch),
-        _here(job.clip_scale, launch),
-        job.weight_decay,
-        **_gradient_flags(job),
-        **_dtypes(launch),
-        BLOCK=BLOCK,
+    largest, squares = _measured(
+        launch, job.grad_scale, job.clip_scale, job.weight_decay, job.maximize
     )
     numbers, on_device = _numbers(launch, job.rho, job.move.lr if job.move else 0.0)
     elementwise.follow_kernel[(tensors,)](

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from torchpisa.algorithms import misa
-from torchpisa.kernels.triton.elementwise import bias, find_nonfinite
+from torchpisa.kernels.triton.elementwise import bias, find_nonfinite, store_square
 from torchpisa.kernels.triton.memory import (
     DUAL,
     GRAD,
@@ -178,7 +178,7 @@ def measure_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the largest entry of U in each block, and the sum of squares relative to it."""
+    """Measure U block by block, for its norm."""
     tensor, start, left = span(table, tensor_of, BLOCK)
     grads = address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start
     duals = address(table, tensor, DUAL, STATE_DTYPE, ALIGNED) + start
@@ -193,10 +193,7 @@ def measure_kernel(
     good = find_nonfinite(g, nonfinite, tensor, SEARCH)
     g = _present(g, good, keep, grad_scale, MAXIMIZE, SEARCH)
     _, _, u = _look_ahead(pi, g, clip_scale, momentum, look_ahead)
-    peak = tl.max(tl.abs(u), 0)
-    scaled = u / tl.where(peak > 0, peak, 1.0)
-    tl.store(largest + tl.program_id(0), peak)
-    tl.store(squares + tl.program_id(0), tl.sum(scaled * scaled, 0))
+    store_square(u, largest, squares)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ more rows than columns ("tall") goes in and comes out transposed.
 import triton
 import triton.language as tl
 
-from torchpisa.kernels.triton.elementwise import find_nonfinite, finish, total_square
+from torchpisa.kernels.triton.elementwise import find_nonfinite, finish, store_square, total_square
 from torchpisa.kernels.triton.memory import (
     DUAL,
     GRAD,
@@ -69,10 +69,7 @@ def _momentum(
     write(momenta + lane, b, random, mask, MASKED, STOCHASTIC)
     if NESTEROV:
         b = g + momentum * b
-    peak = tl.max(tl.abs(b), 0)
-    scaled = b / tl.where(peak > 0, peak, 1.0)
-    tl.store(largest + tl.program_id(0), peak)
-    tl.store(squares + tl.program_id(0), tl.sum(scaled * scaled, 0))
+    store_square(b, largest, squares)
 
 
 @triton.jit
@@ -98,11 +95,7 @@ def momentum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute b = momentum b + g, and two numbers per block for its norm.
-
-    They are the largest entry and the sum of squares relative to it, so that tiny matrices do not
-    underflow.
-    """
+    """Compute b = momentum b + g, and measure it block by block, for its norm."""
     tensor, start, left = span(table, tensor_of, BLOCK)
     params = address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start
     grads = address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start
