@@ -8,7 +8,7 @@ statement about it.
 from collections.abc import Iterator
 
 from recipes.heterogeneity.cells import Cell, Summary, cell_title, cells
-from recipes.heterogeneity.config import ALGORITHMS
+from recipes.heterogeneity.config import ALGORITHMS, RIVALS
 from recipes.heterogeneity.paper import BASELINES, TABLE
 from recipes.recipe import Check, Results
 
@@ -52,6 +52,9 @@ def check_cell(cell: Cell, row: dict[str, Summary]) -> Iterator[Check]:
         )
     ours = "(not in the paper) in the last round MISA is above"
     yield from check_above(cell, row, "misa", list(BASELINES), "last", ours)
+    rivals = [name for name in RIVALS if name in row]
+    if rivals:
+        yield from check_above(cell, row, "misa", rivals, "last", ours)
     if cell == ("mnist", 1) and "sisa" in row:
         yield from check_one_label(cell, row["sisa"], paper["sisa"])
 

@@ -3,16 +3,30 @@
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from recipes.grid import Value
 from recipes.heterogeneity.paper import BASELINES, TABLE
 
-__all__ = ["ALGORITHMS", "CHOICES", "CLIENTS", "DATASETS", "PRESETS"]
+__all__ = ["ALGORITHMS", "CHOICES", "CLIENTS", "DATASETS", "PRESETS", "RIVALS"]
 __all__ += ["Choice", "Config", "Settings", "choice", "plan", "settings", "tuning"]
 
+# Not in the paper: relatives of a dual method, and servers with an optimizer.
+RIVALS = {
+    "scaffold_warm": "Scaffold, warm",
+    "fedavgm": "FedAvgM",
+    "fedadagrad": "FedAdagrad",
+    "fedadam": "FedAdam",
+    "fedyogi": "FedYogi",
+    "feddyn": "FedDyn",
+    "fedpd": "FedPD",
+    "fedadmm": "FedADMM",
+    "fedadmm_adaptive": "FedADMM, adaptive",
+    "fedmuon": "FedMuon",
+    "server_muon": "server Muon",
+}
 # The paper's in the order of its columns; FedSGD and MISA are ours.
 ALGORITHMS = {
     "fedavg": "FedAvg",
@@ -22,6 +36,7 @@ ALGORITHMS = {
     "fedsgd": "FedSGD",
     "sisa": "SISA",
     "misa": "MISA",
+    **RIVALS,
 }
 DATASETS = {
     "mnist": "MNIST",
@@ -61,6 +76,17 @@ _START = {
     "fedsgd": Choice({"lr": 0.1}),
     "sisa": Choice({"sigma": 5.0, "rho": 1.0, "gamma": 1.0, "beta": 0.999}),
     "misa": Choice({"sigma": 0.1, "rho": 30.0}),
+    "scaffold_warm": Choice({"lr": 0.03, "server_lr": 2.0, "warm_start": True}, **_LOCAL),
+    "fedavgm": Choice({"lr": 0.1, "server_momentum": 0.9}, **_LOCAL),
+    "fedadagrad": Choice({"lr": 0.1, "server_lr": 0.01}, **_LOCAL),
+    "fedadam": Choice({"lr": 0.1, "server_lr": 0.01}, **_LOCAL),
+    "fedyogi": Choice({"lr": 0.1, "server_lr": 0.01}, **_LOCAL),
+    "feddyn": Choice({"lr": 0.1, "alpha": 0.1}, **_LOCAL),
+    "fedpd": Choice({"lr": 0.1, "eta": 10.0}, **_LOCAL),
+    "fedadmm": Choice({"lr": 0.1, "rho": 0.1}, **_LOCAL),
+    "fedadmm_adaptive": Choice({"lr": 0.1, "rho": 0.1}, **_LOCAL),
+    "fedmuon": Choice({"lr": 0.003, "alpha": 0.1}, **_LOCAL),
+    "server_muon": Choice({"server_lr": 0.02, "vector_lr": 0.01}),
 }
 CHOICES: dict[str, dict[str, Choice]] = {
     "mnist": {**_START},
@@ -76,6 +102,8 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "fedsgd": Choice({"lr": 1.0}),
         "sisa": Choice({"sigma": 2.0, "rho": 100.0, "beta": 0.999}),
         "misa": Choice({"sigma": 0.1, "rho": 10.0}),  # the defaults
+        **{name: replace(_START[name], epochs=1) for name in RIVALS if _START[name].epochs},
+        "server_muon": _START["server_muon"],
     },
 }
 TUNING = Path(__file__).with_name("tuning.json")
@@ -137,6 +165,9 @@ PRESETS = {
             *((dataset, 1, "misa") for dataset, labels in TABLE if labels == 1),
         ),
     ),
+    # The table with everybody in every cell; `rivals-digits` is the same for a laptop.
+    "rivals": Config(tuple(TABLE), 500, 5, algorithms=tuple(ALGORITHMS)),
+    "rivals-digits": Config((("digits", 1),), 200, 10, 3, algorithms=tuple(ALGORITHMS)),
 }
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.heterogeneity.cells import Cell, Summary, cell_title, cells
-from recipes.heterogeneity.config import ALGORITHMS
+from recipes.heterogeneity.config import ALGORITHMS, RIVALS
 from recipes.heterogeneity.paper import target
 from recipes.recipe import Results
 from recipes.style import COLOURS, DASHES, INK, figure_style
@@ -16,6 +16,10 @@ LINE_STYLES = ["-", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (5, 2, 1, 2
 LINE_STYLES += [(0, (8, 1))]
 LINE_COLOURS = [*COLOURS, INK]
 WIDTHS = [1.2, 1.2, 1.4, 1.2, 1.2, 2.0, 2.0]
+STYLES = dict(zip(ALGORITHMS, zip(LINE_COLOURS, LINE_STYLES, WIDTHS, strict=True), strict=False))
+# The rivals are told apart by their order in the legend, too: there are more than colours.
+for number, rival in enumerate(RIVALS):
+    STYLES[rival] = (COLOURS[number % len(COLOURS)], LINE_STYLES[1 + number // len(COLOURS)], 0.8)
 
 
 def draw(results: Results, path: Path) -> None:
@@ -41,15 +45,14 @@ def draw(results: Results, path: Path) -> None:
         order = [name for name in ALGORITHMS if name in handles]
         lines, names = [handles[name] for name in order], [ALGORITHMS[name] for name in order]
         place = "outside upper center"
-        figure.legend(lines, names, loc=place, ncols=len(order), frameon=False)
+        figure.legend(lines, names, loc=place, ncols=min(len(order), 7), frameon=False)
         figure.supxlabel("rounds", fontsize=9)
         figure.supylabel("accuracy, %", fontsize=9)
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def draw_panel(axes: Any, cell: Cell, row: dict[str, Summary], handles: dict[str, Any]) -> None:
-    styles = zip(ALGORITHMS, LINE_COLOURS, LINE_STYLES, WIDTHS, strict=True)
-    for name, colour, line, width in styles:
+    for name, (colour, line, width) in STYLES.items():
         if name in row:
             rounds, accuracy = row[name].curve()
             (handles[name],) = axes.plot(rounds, accuracy, color=colour, ls=line, lw=width)

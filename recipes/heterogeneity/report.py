@@ -155,10 +155,11 @@ def rounds_needed(cell: Cell, name: str, summary: Summary) -> str:
 def cell_table(table: Table, entry: Any) -> str:
     """Return a table with a row per cell and a column per algorithm."""
     lines = []
+    names = [name for name in ALGORITHMS if any(name in row for row in table.values())]
     for cell, row in table.items():
-        entries = (entry(cell, name, row[name]) if name in row else "" for name in ALGORITHMS)
+        entries = (entry(cell, name, row[name]) if name in row else "" for name in names)
         lines.append([DATASETS[cell[0]], cell[1], *entries])
-    return markdown(["data", "labels", *ALGORITHMS.values()], lines)
+    return markdown(["data", "labels", *(ALGORITHMS[name] for name in names)], lines)
 
 
 def costs(table: Table) -> str:

@@ -27,6 +27,17 @@ CLASSES = {
     "fedsgd": federated.FedAvg,
     "sisa": federated.SISA,
     "misa": federated.MISA,
+    "scaffold_warm": federated.Scaffold,
+    "fedavgm": federated.FedAvgM,
+    "fedadagrad": federated.FedAdagrad,
+    "fedadam": federated.FedAdam,
+    "fedyogi": federated.FedYogi,
+    "feddyn": federated.FedDyn,
+    "fedpd": federated.FedPD,
+    "fedadmm": federated.FedADMM,
+    "fedadmm_adaptive": federated.AdaptiveFedADMM,
+    "fedmuon": federated.FedMuon,
+    "server_muon": federated.ServerMuon,
 }
 COLUMNS = ("round", "accuracy", "loss", "gradients", "samples", "bytes_up", "bytes_down")
 POINTS = 50  # of a curve in the saved results

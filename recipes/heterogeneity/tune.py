@@ -27,16 +27,28 @@ __all__ = ["GRIDS", "main", "trials"]
 
 Grid = Mapping[str, Sequence[Value]]
 
-_LR = (0.01, 0.03, 0.1, 0.3, 1.0)
-# More with --grid; the file says how many there were.
+_LR = (0.03, 0.1, 0.3)
+_SERVER_LR = (0.001, 0.01, 0.1)
+# Nine trials for everybody. More with --grid; the file says how many there were.
 GRIDS: dict[str, Grid] = {
-    "fedavg": {"lr": _LR},
-    "fedprox": {"lr": _LR, "mu": (0.01, 0.1)},
-    "fednova": {"lr": _LR},
-    "scaffold": {"lr": _LR},
-    "fedsgd": {"lr": (0.03, 0.1, 0.2, 0.3, 0.5, 1.0)},
-    "sisa": {"sigma": (1.0, 2.0, 3.0, 5.0), "rho": (1.0, 10.0, 100.0, 1000.0)},
+    "fedavg": {"lr": _LR, "momentum": (0.0, 0.5, 0.9)},
+    "fedprox": {"lr": _LR, "mu": (0.001, 0.01, 0.1)},
+    "fednova": {"lr": _LR, "momentum": (0.0, 0.5, 0.9)},
+    "scaffold": {"lr": (0.003, 0.03, 0.3), "server_lr": (1.0, 2.0, 5.0)},
+    "fedsgd": {"lr": (0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 3.0)},
+    "sisa": {"sigma": (1.0, 2.0, 5.0), "rho": (10.0, 100.0, 1000.0)},
     "misa": {"sigma": (0.03, 0.1, 0.3), "rho": (10.0, 30.0, 100.0)},
+    "scaffold_warm": {"lr": (0.003, 0.03, 0.3), "server_lr": (1.0, 2.0, 5.0)},
+    "fedavgm": {"lr": _LR, "server_momentum": (0.5, 0.9, 0.97)},
+    "fedadagrad": {"lr": _LR, "server_lr": _SERVER_LR},
+    "fedadam": {"lr": _LR, "server_lr": _SERVER_LR},
+    "fedyogi": {"lr": _LR, "server_lr": _SERVER_LR},
+    "feddyn": {"lr": _LR, "alpha": (0.01, 0.1, 1.0)},
+    "fedpd": {"lr": _LR, "eta": (1.0, 10.0, 100.0)},
+    "fedadmm": {"lr": _LR, "rho": (0.01, 0.1, 1.0)},
+    "fedadmm_adaptive": {"lr": _LR, "rho": (0.01, 0.1, 1.0)},
+    "fedmuon": {"lr": (0.0003, 0.001, 0.003), "alpha": (0.03, 0.1, 0.3)},
+    "server_muon": {"server_lr": (0.005, 0.02, 0.08), "vector_lr": (0.001, 0.01, 0.1)},
 }
 WORK = ("epochs", "batch_size", "rounds")  # fields of a `Choice`; the rest are options
 

@@ -10,14 +10,19 @@ from torchpisa.federated import (
     MISA,
     PISA,
     SISA,
+    AdaptiveFedADMM,
     Algorithm,
     Epochs,
     FedAvg,
+    FedDyn,
+    FedMuon,
     FedNova,
+    FedPD,
     FedProx,
     FullGradient,
     Minibatches,
     Scaffold,
+    ServerMuon,
 )
 from torchpisa.federated.algorithms.base import Fields, ServerState, Tensors, add
 from torchpisa.federated.clients.local_round import local_round
@@ -30,7 +35,7 @@ Pair = tuple[Tensor, Tensor]
 
 SIZES = (7, 12, 3, 20, 9)
 
-# Every algorithm, by what a test may want to change about it.
+# Every kind of algorithm, by what a test may want to change about it.
 MAKERS: dict[str, Callable[..., Algorithm]] = {
     "PISA": lambda **changes: PISA(
         preconditioner=SecondMoment("rmsprop", beta=0.9),
@@ -48,6 +53,14 @@ MAKERS: dict[str, Callable[..., Algorithm]] = {
         **{"lr": 0.1, "momentum": 0.5, "server_lr": 0.8, **changes}
     ),
     "Scaffold": lambda **changes: Scaffold(**{"lr": 0.1, "lr_decay": 0.97, **changes}),
+    "ScaffoldWarm": lambda **changes: Scaffold(**{"lr": 0.1, "warm_start": True, **changes}),
+    "ServerMuon": lambda **changes: ServerMuon(**{"server_lr": 0.05, **changes}),
+    "FedDyn": lambda **changes: FedDyn(**{"lr": 0.1, "alpha": 0.5, "lr_decay": 0.97, **changes}),
+    "FedPD": lambda **changes: FedPD(**{"lr": 0.1, "eta": 2.0, **changes}),
+    "AdaptiveFedADMM": lambda **changes: AdaptiveFedADMM(
+        **{"lr": 0.1, "rho": 0.5, "mu": 1.5, "start_from": "client", **changes}
+    ),
+    "FedMuon": lambda **changes: FedMuon(**{"lr": 0.03, "lr_decay": 0.97, **changes}),
 }
 
 

@@ -66,7 +66,7 @@ def test_settings_make_algorithms(dataset: str) -> None:
     for settings in plan(Config((), 1, seeds=1, extra=rows)).values():
         made = algorithm(settings)
         assert isinstance(made, CLASSES[settings.algorithm])
-        one_gradient = settings.algorithm in ("sisa", "misa", "fedsgd")
+        one_gradient = settings.algorithm in ("sisa", "misa", "fedsgd", "server_muon")
         assert isinstance(made.local, federated.FullGradient) == one_gradient
         if one_gradient:
             assert made.local == federated.FullGradient(steps=1)
@@ -231,10 +231,24 @@ def test_grid_makes_trials() -> None:
     assert all(settings.validation for settings in made.values())
 
 
-def test_everybody_is_tuned() -> None:
+def test_everybody_is_tuned_by_equally_many_trials() -> None:
     assert list(tune.GRIDS) == list(ALGORITHMS)
-    for grid in tune.GRIDS.values():
-        assert math.prod(len(values) for values in grid.values()) >= 5
+    counts = {math.prod(len(values) for values in grid.values()) for grid in tune.GRIDS.values()}
+    assert counts == {9}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_trial_is_a_legal_setting(name: str) -> None:
+    for settings in tune.trials(
+        "mnist", 1, name, tune.GRIDS[name], Config((), 1, seeds=1)
+    ).values():
+        algorithm(settings)
+
+
+def test_the_rivals_table_has_everybody_in_every_cell() -> None:
+    runs = plan(PRESETS["rivals"])
+    assert len(runs) == 10 * len(ALGORITHMS) * 3
+    assert {settings.algorithm for settings in runs.values()} == set(ALGORITHMS)
 
 
 def test_tune_writes_every_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,38 +1,38 @@
-"""The baselines: FedAvg, FedProx, FedNova and Scaffold. All run SGD on their clients."""
+"""The paper's baselines: FedAvg, FedProx, FedNova and Scaffold. All run SGD on their clients."""
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from torchpisa.algorithms.pisa import Scalar
-from torchpisa.checks import check_range
+from torchpisa.checks import check_choice, check_range
 from torchpisa.federated.algorithms.base import (
     Algorithm,
     Fields,
     Message,
     ServerState,
     Tensors,
+    scalars,
     zeros,
 )
 from torchpisa.federated.clients.local_work import Epochs, LocalWork, check_local
 
-__all__ = ["FedAvg", "FedNova", "FedProx", "Scaffold"]
+__all__ = ["FedAvg", "FedNova", "FedProx", "LocalSGD", "Scaffold"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Algorithm):
-    """Local SGD on the clients, and a server that moves by the mean of their movements."""
+    """Local SGD on the clients; what the server does with their movements is left open."""
 
     lr: float
     weight_decay: float = 0.0
-    server_lr: float = 1.0
     lr_decay: float = 1.0
     local: LocalWork = field(default_factory=Epochs)
 
     def __post_init__(self) -> None:
         check_range("lr", self.lr, 0, low_open=True, high_open=True)
         check_range("weight_decay", self.weight_decay, 0, high_open=True)
-        check_range("server_lr", self.server_lr, 0, low_open=True, high_open=True)
         check_range("lr_decay", self.lr_decay, 0, 1, low_open=True)
         check_local(self.local)
 
@@ -44,13 +44,6 @@ class LocalSGD(Algorithm):
 
     def broadcast(self, server: ServerState) -> Message:
         return Message({"weights": server.weights}, server.numbers)
-
-    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
-        weights = {
-            name: w + (self.server_lr / present) * total.tensors["moved"][name]
-            for name, w in server.weights.items()
-        }
-        return replace(server, weights=weights, iteration=server.iteration + 1)
 
     def begin(self, down: Message, memory: Fields) -> Fields:
         return {"moved": zeros(down.tensors["weights"])}
@@ -73,7 +66,25 @@ class LocalSGD(Algorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvg(LocalSGD):
+class MeanMovement(LocalSGD):
+    """Local SGD on the clients, and a server that moves by the mean of their movements."""
+
+    server_lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("server_lr", self.server_lr, 0, low_open=True, high_open=True)
+
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        weights = {
+            name: w + (self.server_lr / present) * total.tensors["moved"][name]
+            for name, w in server.weights.items()
+        }
+        return replace(server, weights=weights, iteration=server.iteration + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(MeanMovement):
     r"""Federated averaging (McMahan et al., 2017).
 
     Clients run SGD from \(w\); the server takes the mean of their weights, by their numbers of
@@ -166,7 +177,7 @@ class FedNova(FedAvg):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaffold(LocalSGD):
+class Scaffold(MeanMovement):
     r"""Stochastic controlled averaging (Karimireddy et al., 2020), Option II.
 
     Local gradients are corrected by the difference of two control variates,
@@ -175,13 +186,24 @@ class Scaffold(LocalSGD):
     \(c = \sum_i \alpha_i c_i\), absent clients staying in the sum. A round costs twice the traffic
     of FedAvg.
 
+    The theory wants control variates that start at the clients' gradients. With `warm_start` a
+    client spends its first round on that: it does not move, and sets \(c_i\) to the mean of the
+    gradients of its \(K\) local steps, all taken at \(w\).
+
     Args:
         lr: \(\eta\), the clients' learning rate.
         weight_decay: an L2 term inside every client's objective.
         server_lr: \(\eta_g\), factor on the mean movement.
         lr_decay: `lr` is multiplied by it after every round.
         local: what a client does in a round; one epoch by default.
+        warm_start: start control variates at the clients' gradients instead of zero.
     """
+
+    warm_start: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("warm_start", self.warm_start, (True, False))
 
     def start(self, weights: Tensors) -> ServerState:
         return replace(super().start(weights), memory={"control": zeros(weights)})
@@ -211,7 +233,25 @@ class Scaffold(LocalSGD):
         }
 
     def remember(self, weights: Tensors) -> Fields:
-        return {"control": zeros(weights)}
+        memory = {"control": zeros(weights)}
+        if self.warm_start:
+            memory["warm"] = scalars(weights, warm=0.0)
+        return memory
+
+    def begin(self, down: Message, memory: Fields) -> Fields:
+        carry = super().begin(down, memory)
+        return {**carry, "sum": zeros(carry["moved"])} if self.warm_start else carry
+
+    def step(
+        self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
+    ) -> Fields:
+        new = super().step(down, memory, carry, grad, point)
+        if not self.warm_start:
+            return new
+        # Zero keeps a client where it is in its first round.
+        moved = {name: memory["warm"]["warm"] * m for name, m in new["moved"].items()}
+        grad = self.decayed(grad, point)
+        return {"moved": moved, "sum": {name: s + grad[name] for name, s in carry["sum"].items()}}
 
     def corrected(self, down: Message, memory: Fields, carry: Fields, grad: Tensors) -> Tensors:
         local, common = memory["control"], down.tensors["control"]
@@ -222,6 +262,12 @@ class Scaffold(LocalSGD):
     ) -> tuple[Message, Fields]:
         common, scale = down.tensors["control"], steps * down.numbers["lr"]
         change = {name: -common[name] - m / scale for name, m in carry["moved"].items()}
+        new: Fields = {}
+        if self.warm_start:
+            warm = memory["warm"]["warm"]
+            mean = {name: s / steps for name, s in carry["sum"].items()}
+            change = {name: torch.where(warm > 0, c, mean[name]) for name, c in change.items()}
+            new["warm"] = {"warm": torch.ones_like(warm)}
         control = {name: c + change[name] for name, c in memory["control"].items()}
         up = Message({"moved": carry["moved"], "control": change}, {})
-        return up, {"control": control}
+        return up, {"control": control, **new}

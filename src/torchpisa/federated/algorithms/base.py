@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.federated.clients.local_work import LocalWork
 
-__all__ = ["Algorithm", "Fields", "Message", "ServerState", "Tensors", "add", "zeros"]
+__all__ = ["Algorithm", "Fields", "Message", "ServerState", "Tensors", "add", "scalars", "zeros"]
 
 Tensors = dict[str, Tensor]
 """Tensors by the name of the parameter that they belong to."""
@@ -49,16 +49,18 @@ class ServerState:
 
     Attributes:
         weights: \(w\), the global weights.
-        memory: what the algorithm keeps beside them, such as
-            \(\Pi = \sum_i \alpha_i \pi_i\) under `"dual"`.
+        memory: sums over the clients, weighted by their shares, such as
+            \(\Pi = \sum_i \alpha_i \pi_i\) under `"dual"`. They follow clients that join or leave.
         numbers: numbers that change from round to round, such as \(\sigma\).
         iteration: rounds closed, \(\ell\).
+        buffers: tensors that belong to no client, such as the momentum of `FedAvgM`.
     """
 
     weights: Tensors
     memory: Fields = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     iteration: int = 0
+    buffers: Fields = field(default_factory=dict)
 
 
 class Algorithm(ABC):
@@ -188,6 +190,11 @@ class Algorithm(ABC):
         """Return the update for the server after `steps` local steps, and the new memory."""
 
     @property
+    def starts_at_weights(self) -> bool:
+        """Return True if `begin` always returns a `"moved"` of zero, as most algorithms do."""
+        return True
+
+    @property
     def needs_loss(self) -> bool:
         """Return True if every local step must be preceded by a call of `observe`."""
         return False
@@ -200,6 +207,15 @@ class Algorithm(ABC):
         if self.weight_decay == 0:
             return grad
         return {name: g + self.weight_decay * point[name] for name, g in grad.items()}
+
+
+def scalars(like: Tensors, **values: float) -> Tensors:
+    """Return numbers as tensors, in the dtype and on the device of the parameters."""
+    first = next(iter(like.values()))
+    return {
+        name: torch.full((), value, dtype=first.dtype, device=first.device)
+        for name, value in values.items()
+    }
 
 
 def zeros(like: Tensors) -> Tensors:

@@ -202,12 +202,13 @@ class BatchedClients:
         carry = self._vmapped["begin"](down, memory, plan.clients)
         width = max(1, self._algorithm.local.chunk // len(clients))
         for step, (index, mask) in enumerate(zip(plan.index, plan.mask, strict=True)):
-            if step == 0 and self._full_gradients is not None:
+            at_weights = step == 0 and self._algorithm.starts_at_weights
+            if at_weights and self._full_gradients is not None:
                 grad = self._full_gradients(down.tensors["weights"], clients)
                 ones = torch.ones_like(plan.clients)
                 carry = self._vmapped["apply"](down, memory, carry, grad, ones)
             elif index.shape[1] <= width:
-                name = "first" if step == 0 else "later"
+                name = "first" if at_weights else "later"
                 batch = *(t[index] for t in self._data), mask
                 carry = self._vmapped[name](down, memory, carry, *batch)
             else:
