@@ -1,8 +1,10 @@
 """Windows of a plain loop: micro-batches are taken one by one, by explicit calls and by hooks."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -282,6 +284,15 @@ def test_optimizers_of_one_batch_are_left_alone(optimizer):
 
 def test_batches_without_accumulation_are_left_alone():
     assert not takes_batches(SISA([nn.Parameter(torch.zeros(2))], batches=4), 1)
+
+
+def test_nothing_holds_the_optimizer():
+    optimizer = SISA([nn.Parameter(torch.zeros(2))], batches=4)
+    MicroBatches(optimizer)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
 
 
 def test_other_windows_are_refused():

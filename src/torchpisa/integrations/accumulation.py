@@ -9,6 +9,7 @@ so that a window is a round.
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatchHooks", "MicroBatches", "takes_batches"]
 
 Consensus = PISA | SISA | NSISA | MISA
+
+# A framework may prepare an optimizer again; two that close its rounds would close each other's.
+_CLOSING: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 def takes_batches(optimizer: Optimizer | None, steps: int) -> TypeGuard[Consensus]:
@@ -60,7 +64,8 @@ class MicroBatches:
     come contribute their duals.
 
     The gradients of a micro-batch are gone after `take`. They are part of the optimizer's state, so
-    a checkpoint between two micro-batches loses nothing.
+    a checkpoint between two micro-batches loses nothing. A second object for the same optimizer
+    takes the place of the first.
 
     Args:
         optimizer: an optimizer of torchpisa with as many `batches` as a window has micro-batches.
@@ -75,7 +80,10 @@ class MicroBatches:
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.taking = False
+        if optimizer in _CLOSING:
+            _CLOSING[optimizer].remove()
         self._handle = optimizer.register_step_post_hook(self._after_step)
+        _CLOSING[optimizer] = self._handle
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
