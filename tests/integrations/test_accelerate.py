@@ -124,6 +124,20 @@ def test_short_last_window():
     assert_equal(net, plain(make, batches))
 
 
+def test_two_losses_of_one_micro_batch():
+    batches, net = micro_batches(), model()
+    make = OPTIMIZERS["sisa-paper"]
+    accelerator, _, prepared, optimizer, loader, _ = prepare(make, net, batches)
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            loss = prepared(**batch)["loss"]
+            accelerator.backward(0.25 * loss, retain_graph=True)
+            accelerator.backward(0.75 * loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(net, plain(make, batches))
+
+
 def test_every_micro_batch_is_clipped():
     batches, net = micro_batches(), model()
     make = OPTIMIZERS["sisa-paper"]

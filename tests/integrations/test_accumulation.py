@@ -227,6 +227,21 @@ def test_unfreezing_between_windows():
     assert_equal(train(hooked=True), train(hooked=False))
 
 
+def test_two_losses_of_one_micro_batch():
+    batches, net = micro_batches(), model()
+    make = OPTIMIZERS["sisa-paper"]
+    optimizer = make(net.parameters())
+    with MicroBatchHooks(net, optimizer, steps=STEPS, divided_by=STEPS):
+        for number, batch in enumerate(batches):
+            loss = net(**batch)["loss"] / STEPS
+            (0.25 * loss).backward(retain_graph=True)
+            (0.75 * loss).backward()
+            if (number + 1) % STEPS == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_equal(net, plain(make, batches))
+
+
 @pytest.mark.parametrize("watched", ["compiled", "inner"])
 def test_compiled_model(watched):
     batches, net = micro_batches(STEPS * 5), model()

@@ -158,8 +158,8 @@ class MicroBatchHooks:
     For loops that call `optimizer.step()` once per window. If the loop is yours, simply call
     `optimizer.step()` and `optimizer.zero_grad()` after every backward pass instead.
 
-    A micro-batch is a forward pass of the model and a backward pass. Its gradients are taken when
-    the next forward pass begins, or when the state of the optimizer is saved.
+    A micro-batch is a forward pass of the model and its backward passes. Its gradients are taken
+    when the next forward pass begins, or when the state of the optimizer is saved.
 
     Args:
         model: the model. The loop calls it once per micro-batch.
@@ -233,13 +233,16 @@ class MicroBatchHooks:
         for param in self._params():
             if param.requires_grad and param not in self._watched:
                 self._watched.add(param)
+                # Before gradients are added up: a micro-batch may have several backward passes.
+                if self._factor != 1:
+                    self._handles.append(param.register_hook(self._rescaled))  # type: ignore[no-untyped-call]
                 handle = param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
-    @torch.no_grad()
-    def _accumulated(self, param: Tensor) -> None:
-        assert param.grad is not None
-        param.grad.mul_(self._factor)
+    def _rescaled(self, grad: Tensor) -> Tensor:
+        return grad * self._factor
+
+    def _accumulated(self, _: Tensor) -> None:
         self._pending = True
 
     def _before_forward(self, *_: object) -> None:
