@@ -86,3 +86,18 @@ def test_time_of_misas_kernels() -> None:
             f"{float(muon_time):.0f} ms of {muon_step}" in text
         )
         assert step in text
+
+
+def test_resnet() -> None:
+    """The README's line on ResNet-34 has the means of docs/results/vision.json."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    last: dict[str, list[float]] = {}
+    for run in saved("vision")["runs"].values():
+        if run["settings"]["model"] == "resnet34":
+            last.setdefault(run["settings"]["choice"]["label"], []).append(run["last"])
+    means = {label: f"{sum(found) / len(found):.1f}" for label, found in last.items()}
+    assert set(means) == {"misa", "sgd", "sisa"}
+    assert (
+        f"MISA with default settings {means['misa']} %, SGD with momentum {means['sgd']} %, "
+        f"SISA {means['sisa']} %."
+    ) in readme

@@ -86,6 +86,18 @@ def with_accelerate_resumed(make: Any, folder: Path) -> nn.Module:
     return net
 
 
+def with_accelerate_again(make: Any, folder: Path) -> nn.Module:
+    """The same optimizer, with a model that is wrapped anew after half of the windows."""
+    net = network()
+    optimizer = make(net.parameters())
+    half = len(DATA) // 2
+    for data in (DATA[:half], DATA[half:]):
+        accelerate.state.GradientState._reset_state()
+        accelerator = ours.Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
+        accumulate(accelerator, *accelerator.prepare(net, optimizer, loader(data)))
+    return net
+
+
 def with_accelerate_loaded(make: Any, folder: Path) -> nn.Module:
     accelerator, net, *_ = prepare(make, network(), ours.Accelerator)
     accelerator.save_state(str(folder))
@@ -221,6 +233,7 @@ RUNS: dict[tuple[str, str], Case] = {
     ("lightning-manual", "sisa-mean"): with_lightning_by_hand,
     ("lightning-manual", "sisa-nodes"): with_lightning_by_hand,
     ("accelerate-resumed", "sisa-mean"): with_accelerate_resumed,
+    ("accelerate-again", "sisa-nodes"): with_accelerate_again,
     ("accelerate-overflow", "sisa-nodes"): with_accelerate_overflow,
     # Without an adapter
     ("bare-accelerate", "misa-mean"): without_our_accelerator,

@@ -100,6 +100,20 @@ def test_saved_and_resumed_in_the_middle_of_a_window(make, tmp_path):
     assert_equal(net, plain(make, batches))
 
 
+@every_optimizer
+def test_prepared_again(make):
+    """With a second Accelerator, as for a second phase of training."""
+    batches, net = micro_batches(), model()
+    made = make(net.parameters())
+    half = len(batches) // 2
+    for part in (batches[:half], batches[half:]):
+        forget()
+        accelerator, _, *rest = prepare(lambda _: made, net, part)
+        train(accelerator, *rest)
+    assert made.iteration == WINDOWS
+    assert_equal(net, plain(make, batches))
+
+
 def test_short_last_window():
     """Accelerate divides by the length of a full window; so does what undoes it."""
     batches, net = micro_batches(STEPS * 3 + 2), model()
@@ -107,6 +121,20 @@ def test_short_last_window():
     accelerator, bare, *rest = prepare(make, net, batches)
     train(accelerator, *rest)
     assert bare.iteration == 4
+    assert_equal(net, plain(make, batches))
+
+
+def test_two_losses_of_one_micro_batch():
+    batches, net = micro_batches(), model()
+    make = OPTIMIZERS["sisa-paper"]
+    accelerator, _, prepared, optimizer, loader, _ = prepare(make, net, batches)
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            loss = prepared(**batch)["loss"]
+            accelerator.backward(0.25 * loss, retain_graph=True)
+            accelerator.backward(0.75 * loss)
+            optimizer.step()
+            optimizer.zero_grad()
     assert_equal(net, plain(make, batches))
 
 

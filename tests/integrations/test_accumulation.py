@@ -1,8 +1,10 @@
 """Windows of a plain loop: micro-batches are taken one by one, by explicit calls and by hooks."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -225,6 +227,21 @@ def test_unfreezing_between_windows():
     assert_equal(train(hooked=True), train(hooked=False))
 
 
+def test_two_losses_of_one_micro_batch():
+    batches, net = micro_batches(), model()
+    make = OPTIMIZERS["sisa-paper"]
+    optimizer = make(net.parameters())
+    with MicroBatchHooks(net, optimizer, steps=STEPS, divided_by=STEPS):
+        for number, batch in enumerate(batches):
+            loss = net(**batch)["loss"] / STEPS
+            (0.25 * loss).backward(retain_graph=True)
+            (0.75 * loss).backward()
+            if (number + 1) % STEPS == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_equal(net, plain(make, batches))
+
+
 @pytest.mark.parametrize("watched", ["compiled", "inner"])
 def test_compiled_model(watched):
     batches, net = micro_batches(STEPS * 5), model()
@@ -282,6 +299,15 @@ def test_optimizers_of_one_batch_are_left_alone(optimizer):
 
 def test_batches_without_accumulation_are_left_alone():
     assert not takes_batches(SISA([nn.Parameter(torch.zeros(2))], batches=4), 1)
+
+
+def test_nothing_holds_the_optimizer():
+    optimizer = SISA([nn.Parameter(torch.zeros(2))], batches=4)
+    MicroBatches(optimizer)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
 
 
 def test_other_windows_are_refused():

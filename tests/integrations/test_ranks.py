@@ -73,7 +73,7 @@ def check(ranks: list[Any], wanted: Any) -> None:
 EQUAL = [case for case in RUNS if "overflow" not in case[0]]
 
 
-@pytest.mark.parametrize(("framework", "name"), EQUAL, ids="-".join)
+@pytest.mark.parametrize(("framework", "name"), EQUAL, ids=map("-".join, EQUAL))
 def test_windows_of_two_ranks_are_rounds(framework, name, found):
     check(found(framework, name), expected(name))
 

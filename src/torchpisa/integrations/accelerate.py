@@ -72,9 +72,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients; they are those of the loss itself, not of a part of it."""
+        steps = self.gradient_accumulation_steps
+        for optimizer in self._taking:  # what other losses of this micro-batch have left
+            optimizer.micro.rescale(1 / steps)
         super().backward(loss, **kwargs)
         for optimizer in self._taking:
-            optimizer.micro.rescale(self.gradient_accumulation_steps)
+            optimizer.micro.rescale(steps)
 
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2

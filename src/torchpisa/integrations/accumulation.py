@@ -9,6 +9,7 @@ so that a window is a round.
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatchHooks", "MicroBatches", "takes_batches"]
 
 Consensus = PISA | SISA | NSISA | MISA
+
+# A framework may prepare an optimizer again; two that close its rounds would close each other's.
+_CLOSING: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 def takes_batches(optimizer: Optimizer | None, steps: int) -> TypeGuard[Consensus]:
@@ -60,7 +64,8 @@ class MicroBatches:
     come contribute their duals.
 
     The gradients of a micro-batch are gone after `take`. They are part of the optimizer's state, so
-    a checkpoint between two micro-batches loses nothing.
+    a checkpoint between two micro-batches loses nothing. A second object for the same optimizer
+    takes the place of the first.
 
     Args:
         optimizer: an optimizer of torchpisa with as many `batches` as a window has micro-batches.
@@ -75,7 +80,10 @@ class MicroBatches:
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.taking = False
+        if optimizer in _CLOSING:
+            _CLOSING[optimizer].remove()
         self._handle = optimizer.register_step_post_hook(self._after_step)
+        _CLOSING[optimizer] = self._handle
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -150,8 +158,8 @@ class MicroBatchHooks:
     For loops that call `optimizer.step()` once per window. If the loop is yours, simply call
     `optimizer.step()` and `optimizer.zero_grad()` after every backward pass instead.
 
-    A micro-batch is a forward pass of the model and a backward pass. Its gradients are taken when
-    the next forward pass begins, or when the state of the optimizer is saved.
+    A micro-batch is a forward pass of the model and its backward passes. Its gradients are taken
+    when the next forward pass begins, or when the state of the optimizer is saved.
 
     Args:
         model: the model. The loop calls it once per micro-batch.
@@ -225,13 +233,16 @@ class MicroBatchHooks:
         for param in self._params():
             if param.requires_grad and param not in self._watched:
                 self._watched.add(param)
+                # Before gradients are added up: a micro-batch may have several backward passes.
+                if self._factor != 1:
+                    self._handles.append(param.register_hook(self._rescaled))  # type: ignore[no-untyped-call]
                 handle = param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
-    @torch.no_grad()
-    def _accumulated(self, param: Tensor) -> None:
-        assert param.grad is not None
-        param.grad.mul_(self._factor)
+    def _rescaled(self, grad: Tensor) -> Tensor:
+        return grad * self._factor
+
+    def _accumulated(self, _: Tensor) -> None:
         self._pending = True
 
     def _before_forward(self, *_: object) -> None:

@@ -13,7 +13,9 @@ from torchpisa.optim import PISA
 __all__ = ["has_ranks", "keep_own_gradients"]
 
 _RANK = "torchpisa_rank"
-_KEEPING: WeakSet[Optimizer] = WeakSet()
+# What has been prepared; frameworks may wrap a model anew and keep the optimizer.
+_MODELS: WeakSet[nn.Module] = WeakSet()
+_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 
 
 def has_ranks(optimizer: Optimizer | None) -> bool:
@@ -40,13 +42,14 @@ def keep_own_gradients(optimizer: Optimizer | None, models: Iterable[nn.Module])
     Raises:
         RuntimeError: the model is not wrapped in DistributedDataParallel.
     """
-    if not isinstance(optimizer, PISA) or optimizer.peers is None or optimizer in _KEEPING:
+    if not isinstance(optimizer, PISA) or optimizer.peers is None:
         return
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    found = [model for model in models if any(id(p) in params for p in model.parameters())]
-    for model in found:
+    for model in models:
+        if model in _MODELS or not any(id(param) in params for param in model.parameters()):
+            continue
         if not isinstance(model, DistributedDataParallel):
             raise RuntimeError(
                 "an optimizer with a process_group needs a model in DistributedDataParallel here, "
@@ -54,9 +57,14 @@ def keep_own_gradients(optimizer: Optimizer | None, models: Iterable[nn.Module])
                 "write the loop yourself, with torchpisa.distributed.shard for sharded models"
             )
         model.register_comm_hook(None, noop_hook)
-    if not found:
-        return
-    rank = optimizer.peers.rank
+        _MODELS.add(model)
+    if optimizer not in _OPTIMIZERS:
+        _refuse_states_of_others(optimizer, optimizer.peers.rank)
+        _OPTIMIZERS.add(optimizer)
+
+
+def _refuse_states_of_others(optimizer: Optimizer, rank: int) -> None:
+    """Write the rank into every `state_dict`, and refuse to load that of another rank."""
 
     def sign(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, _RANK: rank}
@@ -72,4 +80,3 @@ def keep_own_gradients(optimizer: Optimizer | None, models: Iterable[nn.Module])
 
     optimizer.register_state_dict_post_hook(sign)
     optimizer.register_load_state_dict_pre_hook(compare)
-    _KEEPING.add(optimizer)
