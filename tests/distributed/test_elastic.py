@@ -28,36 +28,43 @@ from tests.distributed.problem import (
     together,
     weights,
 )
-from tests.distributed.processes import run
+from tests.distributed.processes import RankError, run
 from torchpisa import SISA
-from torchpisa.distributed import attach
+from torchpisa.distributed import attach, latest
 
 # Killed and started again
 
-# What kills a rank, and the checkpoint, from the middle of a round, that all go on from. Those that
-# are killed while they save are in test_checkpoint.py.
-KILLS = {
-    "process_group": (Kill(1, 10, "backward"), 9),  # the others wait for it to end the round
-    "attach": (Kill(0, 4, "backward"), 3),  # what it contributes is on its way
-}
+# Both from a checkpoint in the middle of a round. Ranks that are killed while they save are in
+# test_checkpoint.py.
 
 
-@pytest.mark.parametrize("route", KILLS)
-def test_killed_ranks_go_on_where_they_were(route: str, tmp_path: Path) -> None:
+def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
+    """What the killed one contributes is on its way to the other."""
     folder = tmp_path / "killed"
     folder.mkdir()
-    kill, step = KILLS[route]
-    command = ["-m", elastic_worker.__name__, folder, route, json.dumps([kill])]
+    kills = json.dumps([Kill(0, 4, "backward")])
+    command = ["-m", elastic_worker.__name__, folder, "attach", kills]
     done = torchrun(*command, ranks=2, restarts=1, timeout=180)
     assert done.returncode == 0, done.stderr
-    last = folder / f"step-{step:06}"
+    last = folder / "step-000003"
     assert (folder / "resumed").read_text().split() == ["None", str(last)]
     results = [torch.load(folder / f"result-{rank}.pt") for rank in range(2)]
 
     shutil.copytree(last, tmp_path / "resumed" / last.name)
-    assert same(results, run(elastic_worker.train, 2, tmp_path / "resumed", route))
+    assert same(results, run(elastic_worker.train, 2, tmp_path / "resumed", "attach"))
     # Two ranks add up in one way only, so a run from the start ends there too.
-    assert same(results, run(elastic_worker.train, 2, tmp_path / "undisturbed", route))
+    assert same(results, run(elastic_worker.train, 2, tmp_path / "undisturbed", "attach"))
+
+
+def test_killed_ranks_go_on_where_they_were(tmp_path: Path) -> None:
+    """The other one waits for the killed one to end the round."""
+    work = (elastic_worker.train, 2, tmp_path / "killed", "process_group")
+    with pytest.raises(RankError, match="rank 0"):
+        run(*work, Kill(1, 10, "backward"), killed=1)
+    assert latest(tmp_path / "killed") == tmp_path / "killed" / "step-000009"
+    results = run(*work)
+    assert [result["resumed"] for result in results] == [9, 9]
+    assert same(results, run(elastic_worker.train, 2, tmp_path / "undisturbed", "process_group"))
 
 
 def same(results: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
