@@ -52,6 +52,7 @@ TOGETHER = {
     "diagnostics/test_processes.py": "diagnostics of many ranks",
     "distributed/test_elastic.py": "ranks that are killed",
     "distributed/test_page.py": "the page about distributed training",
+    "federated/algorithms/test_rivals.py": "rivals against their transcriptions",
     "federated/flower/test_attacks.py": "participants who lie",
     "federated/flower/test_deployment.py": "real processes",
     "federated/flower/test_engine.py": "Flower's simulation",
