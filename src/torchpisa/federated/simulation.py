@@ -11,17 +11,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
-from torchpisa.federated.algorithms.base import Algorithm, ServerState
+from torchpisa.federated import durable_files
+from torchpisa.federated.algorithms.base import Algorithm, Fields, ServerState
 from torchpisa.federated.clients.batched import BatchedClients, batching_obstacle
 from torchpisa.federated.clients.data import Data, sample_count
+from torchpisa.federated.clients.memory import FileMemoryStore, MemoryStore, TensorMemoryStore
 from torchpisa.federated.clients.objective import Loss, Objective, cross_entropy, trainable
 from torchpisa.federated.clients.sequential import SequentialClients
 from torchpisa.federated.progress_bar import progress_bar
 
 __all__ = ["Counts", "Row", "Simulation"]
+
+MAX_STACKED = 2**26  # parameters of clients that run at once by default; each takes some 50 bytes
 
 Row = dict[str, float]
 """The numbers of one entry of the log, by name."""
@@ -59,7 +64,12 @@ class Simulation:
             by default.
         batched: run clients at once under `torch.vmap`, True for all of them or a number for so
             many; False for one after the other. By default at once if the model and the data allow
-            it. Both give the same result up to rounding.
+            it, as many as have 67 million parameters together. Both give the same result up to
+            rounding.
+        memory: a folder for what clients remember between rounds. Only the memory of a round's
+            clients is then in RAM, and a checkpoint adds what has changed; see `run`. Without a
+            folder, it is kept on the device and written whole into every checkpoint. In both cases
+            a client takes no room before its first round.
 
     Attributes:
         model: the network with the global weights.
@@ -89,6 +99,7 @@ class Simulation:
         seed: int = 0,
         device: torch.device | str | None = None,
         batched: bool | int | None = None,
+        memory: str | os.PathLike[str] | None = None,
     ) -> None:
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got none")
@@ -111,13 +122,20 @@ class Simulation:
         self.server: ServerState = algorithm.start(weights)
         objective = Objective(self.model, loss)
         self.why_in_turn = self._obstacle(batched, objective, clients)
-        shared = (weights, seed, self._alphas)
+        initial = algorithm.remember(weights)
+        self._memory: MemoryStore = (
+            TensorMemoryStore(initial, len(clients))
+            if memory is None
+            else FileMemoryStore(initial, memory)
+        )
+        shared = (self._memory, seed, self._alphas)
         self._clients: BatchedClients | SequentialClients
         if batched is False or self.why_in_turn is not None:
             self.batched = 1
             self._clients = SequentialClients(algorithm, objective, clients, *shared)
         else:
-            at_once = len(clients) if batched is None or batched is True else batched
+            fitting = max(1, MAX_STACKED // sum(w.numel() for w in weights.values()))
+            at_once = fitting if batched is None else len(clients) if batched is True else batched
             self.batched = min(at_once, len(clients))
             tensors = cast(Sequence[tuple[Tensor, Tensor]], clients)
             self._clients = BatchedClients(algorithm, objective, tensors, *shared, self.batched)
@@ -153,6 +171,11 @@ class Simulation:
         order = permutation(m, "participation", self._seed, iteration)
         return sorted(order[:count].tolist())
 
+    def memory_of(self, client: int) -> Fields:
+        """Return a copy of what a client remembers, such as its dual; clients count from 0."""
+        check_count("client", client, 0, len(self._sizes) - 1)
+        return cast(Fields, tree_map(lambda t: t[0], self._memory.load([client])))
+
     @torch.no_grad()
     def round(self) -> None:
         """Run one round with everybody who takes part in it."""
@@ -161,12 +184,13 @@ class Simulation:
         if present:
             down = self.algorithm.broadcast(server)
             with torch.enable_grad():
-                total, sent, work = self._clients.round(down, present, server.iteration)
+                done = self._clients.round(down, present, server.iteration)
+            assert done.total is not None
             share = float(self._alphas[present].sum())
-            self.server = self.algorithm.close(server, total, share)
-            self.counts.gradients += work.gradients
-            self.counts.samples += work.samples
-            self.counts.bytes_up += sent
+            self.server = self.algorithm.close(server, done.total, share)
+            self.counts.gradients += done.work.gradients
+            self.counts.samples += done.work.samples
+            self.counts.bytes_up += done.sent
             self.counts.bytes_down += down.bytes * len(present)
         else:
             self.server = self.algorithm.skip(server)
@@ -197,7 +221,8 @@ class Simulation:
             every: evaluate and log after every so many rounds, before the first and after the last.
             log: a file that gets every row as a line of JSON. A new run replaces what is in it.
             checkpoint: a file that the run is saved to whenever a row is logged. If it exists, the
-                run goes on from there.
+                run goes on from there. It survives a crash of the machine. With `memory`, it refers
+                to that folder, which holds what goes with the last checkpoint and no older one.
             progress: show a bar on the terminal.
 
         Returns:
@@ -218,7 +243,8 @@ class Simulation:
         def record() -> Row:
             row: Row = {"round": self.iteration, **self._measure(evaluate)}
             row |= {**dataclasses.asdict(self.counts), "seconds": time.perf_counter() - start}
-            history.add(row, self.state_dict)
+            if history.add(row, self.state_dict):
+                self._memory.release()
             return row
 
         with progress_bar(rounds, self.iteration, progress) as show:
@@ -250,11 +276,15 @@ class Simulation:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run needs to continue: server, clients' memory and counts."""
+        """Return all that a run needs to continue: server, clients' memory and counts.
+
+        Of a simulation with a folder for its clients' `memory` it refers to that folder, and is of
+        use until `run` writes its next checkpoint.
+        """
         state = {
             "setting": self._setting(),
             "server": vars(self.server),
-            "clients": self._clients.memory,
+            "clients": self._memory.state_dict(),
             "counts": dataclasses.asdict(self.counts),
         }
         return cast(dict[str, Any], _copied(state, None))
@@ -266,8 +296,8 @@ class Simulation:
             if saved != current:
                 raise ValueError(f"{name} must be that of the saved run, {saved}, got {current}")
         copied = _copied(state, next(iter(self.server.weights.values())).device)
+        self._memory.load_state_dict(copied["clients"])
         self.server = ServerState(**copied["server"])
-        self._clients.memory = copied["clients"]
         self.counts = Counts(**copied["counts"])
         self._copy_weights_into_model()
 
@@ -278,7 +308,6 @@ class Simulation:
             "model": shapes,
             "sizes": self._sizes,
             "seed": self._seed,
-            "together": isinstance(self._clients, BatchedClients),  # decides the form of `clients`
         }
 
 
@@ -315,17 +344,19 @@ class RunHistory:
             self._log.write_text("".join(lines), encoding="utf-8")
         return cast(dict[str, Any], saved["state"])
 
-    def add(self, row: Row, state: Callable[[], dict[str, Any]]) -> None:
-        """Append a row and save the state."""
+    def add(self, row: Row, state: Callable[[], dict[str, Any]]) -> bool:
+        """Append a row and, where there is a checkpoint, save the state; return True if saved."""
         self.rows.append(row)
         if self._log is not None:
             with self._log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        if self._checkpoint is not None:
-            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            new = self._checkpoint.with_name(self._checkpoint.name + ".new")
-            torch.save({"state": state(), "rows": self.rows}, new)
-            new.replace(self._checkpoint)  # atomic: an interruption leaves the old one
+        if self._checkpoint is None:
+            return False
+        self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        new = self._checkpoint.with_name(self._checkpoint.name + ".new")
+        torch.save({"state": state(), "rows": self.rows}, new)
+        durable_files.replace(new, self._checkpoint)  # an interruption leaves the old one
+        return True
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

@@ -1,6 +1,6 @@
 """Rounds of many clients at once: `torch.vmap` over the functions of one client."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -14,8 +14,9 @@ from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tens
 from torchpisa.federated.clients.cuda_graphs import GraphedFunction, copy_tensors
 from torchpisa.federated.clients.data import Data
 from torchpisa.federated.clients.full_gradients import FullGradients, faster_one_by_one
-from torchpisa.federated.clients.local_round import RoundWork
+from torchpisa.federated.clients.local_round import RoundResult, RoundWork
 from torchpisa.federated.clients.local_work import FullGradient, Key
+from torchpisa.federated.clients.memory import MemoryStore
 from torchpisa.federated.clients.objective import LossError, Objective, trainable
 
 __all__ = ["BatchedClients", "batching_obstacle"]
@@ -90,13 +91,13 @@ class RoundPlan:
 
 
 class BatchedClients:
-    """Memory and data of all clients, stacked.
+    """The data of all clients, one after the other in two tensors, and what they remember.
 
     Args:
         algorithm: the algorithm.
         objective: the model and the loss.
         data: inputs and targets of each client.
-        weights: the initial weights.
+        memory: what the clients remember.
         seed: decides the shuffles.
         alphas: the clients' shares.
         at_once: how many clients run at once, at most.
@@ -107,14 +108,15 @@ class BatchedClients:
         algorithm: Algorithm,
         objective: Objective,
         data: Sequence[tuple[Tensor, Tensor]],
-        weights: Tensors,
+        memory: MemoryStore,
         seed: int,
         alphas: Tensor,
         at_once: int,
     ) -> None:
         self._algorithm = algorithm
         self._objective = objective
-        self._device = next(iter(weights.values())).device
+        self._memory = memory
+        self._device = next(iter(trainable(objective.model).values())).device
         self._sizes = [len(targets) for _, targets in data]
         self._offsets = list(accumulate(self._sizes, initial=0))
         self._data = [
@@ -131,8 +133,6 @@ class BatchedClients:
             x, y = (torch.split(t, self._sizes) for t in self._data)
             per_client = list(zip(x, y, strict=True))
             self._full_gradients = FullGradients(objective, per_client, algorithm.local.chunk)
-        memory = algorithm.remember(weights)
-        self.memory: Fields = tree_map(lambda t: t.expand(len(data), *t.shape).clone(), memory)
         self._vmapped: dict[str, Any] = {
             "begin": torch.vmap(self._begin, in_dims=(None, 0, 0)),
             "first": GraphedFunction(torch.vmap(self._first, in_dims=(None, 0, 0, 0, 0, 0))),
@@ -143,9 +143,9 @@ class BatchedClients:
         }
 
     def round(
-        self, down: Message, present: Sequence[int], iteration: int
-    ) -> tuple[Message, int, RoundWork]:
-        """Return the weighted sum of the updates, the bytes that clients sent, and the work."""
+        self, down: Message, present: Sequence[int], iteration: int, late: Collection[int] = ()
+    ) -> RoundResult:
+        """Run the clients that are present; the updates of `late` ones are not in the sum."""
         self._objective.model.train()
         numbers = {  # torch.full, because the host would wait for a copy
             name: torch.full((), float(value), dtype=torch.float64, device=self._device)
@@ -153,6 +153,7 @@ class BatchedClients:
         }
         down = Message(down.tensors, numbers)
         total: Message | None = None
+        held: dict[int, Message] = {}
         sent, gradients, samples = 0, 0, 0
         for start in range(0, len(present), self._at_once):
             group = list(present[start : start + self._at_once])
@@ -161,10 +162,13 @@ class BatchedClients:
             samples += plan.work.samples
             update = self._run_group(down, group, plan)
             sent += update.bytes
-            summed = self._weighted_sum(update, self._alphas[plan.clients])
-            total = summed if total is None else tree_map(torch.add, total, summed)
-        assert total is not None
-        return total, sent, RoundWork(gradients, samples)
+            for row, client in enumerate(group):
+                if client in late:
+                    held[client] = tree_map(lambda t, row=row: t[row].clone(), update)
+            summed = self._weighted_sum(update, group, plan, late)
+            if summed is not None:
+                total = summed if total is None else tree_map(torch.add, total, summed)
+        return RoundResult(total, held, sent, RoundWork(gradients, samples))
 
     def _plan(self, clients: list[int], iteration: int) -> RoundPlan:
         """Return the plan of a round, that of full gradients from a cache."""
@@ -198,7 +202,7 @@ class BatchedClients:
         )
 
     def _run_group(self, down: Message, clients: list[int], plan: RoundPlan) -> Message:
-        memory: Fields = tree_map(lambda t: t[plan.clients], self.memory)
+        memory = self._memory.load(clients)
         carry = self._vmapped["begin"](down, memory, plan.clients)
         width = max(1, self._algorithm.local.chunk // len(clients))
         for step, (index, mask) in enumerate(zip(plan.index, plan.mask, strict=True)):
@@ -216,9 +220,7 @@ class BatchedClients:
         carry = copy_tensors(carry)
         finished = self._vmapped["finish"](down, memory, carry, plan.steps)
         update, memory = cast(tuple[Message, Fields], finished)
-        for kind, tensors in memory.items():
-            for name, tensor in tensors.items():
-                self.memory[kind][name][plan.clients] = tensor
+        self._memory.save(clients, memory)
         return update
 
     def _step_in_chunks(
@@ -266,8 +268,16 @@ class BatchedClients:
         # A client that has no samples left waits for the others.
         return cast(Fields, tree_map(lambda a, b: torch.where(count > 0, a, b), new, carry))
 
-    @staticmethod
-    def _weighted_sum(update: Message, alphas: Tensor) -> Message:
+    def _weighted_sum(
+        self, update: Message, clients: list[int], plan: RoundPlan, late: Collection[int]
+    ) -> Message | None:
+        alphas = self._alphas[plan.clients]
+        in_time = [row for row, client in enumerate(clients) if client not in late]
+        if not in_time:
+            return None
+        if len(in_time) < len(clients):
+            rows = torch.tensor(in_time, device="cpu").to(self._device)
+            alphas, update = alphas[rows], tree_map(lambda t: t[rows], update)
         return cast(
             Message,
             tree_map(lambda t: torch.tensordot(alphas.to(t.dtype), t, dims=1), update),
