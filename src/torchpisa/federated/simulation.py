@@ -64,8 +64,9 @@ class Simulation:
             by default.
         batched: run clients at once under `torch.vmap`, True for all of them or a number for so
             many; False for one after the other. By default at once if the model and the data allow
-            it, as many as have 67 million parameters together. Both give the same result up to
-            rounding.
+            it, as many as have 67 million parameters together. Clients of very different sizes run
+            in several groups, since those of a group are padded to its largest. All ways give the
+            same result up to rounding.
         memory: a folder for what clients remember between rounds. Only the memory of a round's
             clients is then in RAM, and a checkpoint adds what has changed; see `run`. Without a
             folder, it is kept on the device and written whole into every checkpoint. In both cases

@@ -1,6 +1,9 @@
-"""Rounds of many clients at once: `torch.vmap` over the functions of one client."""
+"""Rounds of many clients at once: `torch.vmap` over the functions of one client.
 
-from collections.abc import Collection, Sequence
+Clients that run at once are padded to the largest of them, so they are grouped by size.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -19,7 +22,10 @@ from torchpisa.federated.clients.local_work import FullGradient, Key
 from torchpisa.federated.clients.memory import MemoryStore
 from torchpisa.federated.clients.objective import LossError, Objective, trainable
 
-__all__ = ["BatchedClients", "batching_obstacle"]
+__all__ = ["BatchedClients", "batching_obstacle", "group_by_cost"]
+
+SMALL = 32  # samples that take less time than one more group
+SMALL_ON_GPU = 512
 
 
 def batching_obstacle(
@@ -69,6 +75,23 @@ def _vmap_obstacle(objective: Objective, weights: Tensors, x: Tensor, y: Tensor)
     except RuntimeError as error:  # torch.vmap does not know an operation
         return f"torch.vmap cannot run the model ({error})"
     return None
+
+
+def group_by_cost(costs: Mapping[int, int], small: int) -> list[list[int]]:
+    """Group clients so that padding in a group at most doubles the samples of each.
+
+    Args:
+        costs: samples of each client in a round, its own padding included.
+        small: clients with no more are one group, whatever they have.
+    """
+    groups: list[list[int]] = []
+    largest = 0
+    for client in sorted(costs, key=lambda client: -costs[client]):
+        if not groups or (2 * costs[client] < largest and largest > small):
+            groups.append([])
+            largest = costs[client]
+        groups[-1].append(client)
+    return [sorted(group) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -123,7 +146,7 @@ class BatchedClients:
             torch.cat([tensor.to(self._device) for tensor in column])
             for column in zip(*data, strict=True)
         ]
-        self._cached_plan: tuple[list[int], RoundPlan] | None = None
+        self._cached_plans: tuple[list[int], list[tuple[list[int], RoundPlan]]] | None = None
         self._keys: list[Key] = [(seed, str(client)) for client in range(len(data))]
         self._alphas = alphas.to(self._device)
         self._at_once = at_once
@@ -155,9 +178,7 @@ class BatchedClients:
         total: Message | None = None
         held: dict[int, Message] = {}
         sent, gradients, samples = 0, 0, 0
-        for start in range(0, len(present), self._at_once):
-            group = list(present[start : start + self._at_once])
-            plan = self._plan(group, iteration)
+        for group, plan in self._plans(present, iteration):
             gradients += plan.work.gradients
             samples += plan.work.samples
             update = self._run_group(down, group, plan)
@@ -170,17 +191,29 @@ class BatchedClients:
                 total = summed if total is None else tree_map(torch.add, total, summed)
         return RoundResult(total, held, sent, RoundWork(gradients, samples))
 
-    def _plan(self, clients: list[int], iteration: int) -> RoundPlan:
-        """Return the plan of a round, that of full gradients from a cache."""
+    def _plans(
+        self, present: Sequence[int], iteration: int
+    ) -> Iterable[tuple[list[int], RoundPlan]]:
+        """Return groups of clients and their plans, those of full gradients from a cache."""
         if not isinstance(self._algorithm.local, FullGradient):
-            return self._make_plan(clients, iteration)
-        if self._cached_plan is None or self._cached_plan[0] != clients:
-            self._cached_plan = clients, self._make_plan(clients, iteration)
-        return self._cached_plan[1]
+            return self._make_plans(present, iteration)
+        if self._cached_plans is None or self._cached_plans[0] != list(present):
+            self._cached_plans = list(present), list(self._make_plans(present, iteration))
+        return self._cached_plans[1]
 
-    def _make_plan(self, clients: list[int], iteration: int) -> RoundPlan:
+    def _make_plans(
+        self, present: Sequence[int], iteration: int
+    ) -> Iterator[tuple[list[int], RoundPlan]]:
         local = self._algorithm.local
-        plans = [local.plan(self._sizes[c], self._keys[c], iteration) for c in clients]
+        plans = {c: local.plan(self._sizes[c], self._keys[c], iteration) for c in present}
+        costs = {c: len(plan) * max(map(len, plan)) for c, plan in plans.items()}
+        small = SMALL_ON_GPU if self._device.type == "cuda" else SMALL
+        for alike in group_by_cost(costs, small):
+            for start in range(0, len(alike), self._at_once):
+                group = alike[start : start + self._at_once]
+                yield group, self._make_plan(group, [plans[c] for c in group])
+
+    def _make_plan(self, clients: list[int], plans: list[list[Tensor]]) -> RoundPlan:
         steps = torch.tensor([len(plan) for plan in plans], device="cpu")
         width = max(len(batch) for plan in plans for batch in plan)
         shape = (int(steps.max()), len(clients), width)
