@@ -145,6 +145,7 @@ class FileMemoryStore:
         self._retired: list[int] = []  # replaced, but a state refers to them
         self._fresh: set[int] = set()  # written since the last state
         self._slots = 0
+        self._buffer = bytearray()  # kept, because new pages take as long as copying
         self._layout: list[tuple[str, str, int]] = []
         offset = ALIGNMENT
         for kind, tensors in initial.items():
@@ -165,12 +166,14 @@ class FileMemoryStore:
     def save(self, clients: Sequence[int], memories: Fields) -> None:
         if not self._layout:
             return
-        content = self._packed(memories, len(clients))
+        content = self._room(len(clients))
+        for kind, name, column in self._columns(content):
+            column.copy_(memories[kind][name].detach())
         for row, client in enumerate(clients):
             slot, drawn = self._slot_for(client), secrets.randbits(63)
-            start = row * self._size
-            HEAD.pack_into(content, start, client, drawn)
-            self._write(self._position(slot), memoryview(content)[start : start + self._size])
+            record = content[row * self._size : (row + 1) * self._size]
+            HEAD.pack_into(record, 0, client, drawn)
+            self._write(self._position(slot), record)
             self._records[client] = slot, drawn
             self._fresh.add(slot)
 
@@ -235,25 +238,27 @@ class FileMemoryStore:
         self._slots += 1
         return self._slots - 1
 
-    def _packed(self, memories: Fields, rows: int) -> bytearray:
-        content = bytearray(self._size * rows)
-        for kind, name, column in self._columns(content):
-            column.copy_(memories[kind][name].detach())
-        return content
-
     def _unpacked(self, slots: Sequence[int]) -> Fields:
         loaded: Fields = {kind: {} for kind in self._initial}
         if not self._layout or not slots:
             return loaded
-        content = bytearray(self._size * len(slots))
+        content = self._room(len(slots))
         for row, slot in enumerate(slots):
-            record = memoryview(content)[row * self._size : (row + 1) * self._size]
-            self._read(self._position(slot), record)
+            self._read(self._position(slot), content[row * self._size : (row + 1) * self._size])
         for kind, name, column in self._columns(content):
-            loaded[kind][name] = column.contiguous().to(self._initial[kind][name].device)
+            like = self._initial[kind][name]
+            loaded[kind][name] = column.to(
+                like.device, copy=True, memory_format=torch.contiguous_format
+            )
         return loaded
 
-    def _columns(self, content: bytearray) -> Iterator[tuple[str, str, Tensor]]:
+    def _room(self, records: int) -> memoryview:
+        """Return room for some records; the next call gives the same bytes."""
+        if len(self._buffer) < records * self._size:
+            self._buffer = bytearray(records * self._size)
+        return memoryview(self._buffer)[: records * self._size]
+
+    def _columns(self, content: memoryview) -> Iterator[tuple[str, str, Tensor]]:
         """Yield kind, name and tensors of the records in `content`, stacked, as views of it."""
         records = torch.frombuffer(content, dtype=torch.uint8).view(-1, self._size)
         for kind, name, offset in self._layout:
