@@ -16,6 +16,7 @@ largest, and in turn.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -154,14 +155,19 @@ def run_case(data: str | None, case: dict[str, Any], pipe: Connection) -> None:
             memory=Path(folder, "memory") if case["folder"] else None,
         )
         before = peak_bytes()
+        start: list[float] = []
+
+        def answer(model: torch.nn.Module) -> dict[str, float]:
+            if start:
+                pipe.send((time.perf_counter() - start[0], time.process_time() - start[1]))
+            if not pipe.recv():
+                raise KeyboardInterrupt
+            start[:] = time.perf_counter(), time.process_time()
+            return {}
+
         checkpoint = Path(folder, "run.pt") if case["checkpoint"] else None
-        while pipe.recv():
-            wall, cpu = time.perf_counter(), time.process_time()
-            if checkpoint is None:
-                simulation.round()
-            else:
-                simulation.run(simulation.iteration + 1, checkpoint=checkpoint, progress=False)
-            pipe.send((time.perf_counter() - wall, time.process_time() - cpu))
+        with contextlib.suppress(KeyboardInterrupt):
+            simulation.run(10**9, evaluate=answer, checkpoint=checkpoint, progress=False)
         on_disk = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
         pipe.send({"bytes": peak_bytes(), "bytes_before": before, "bytes_on_disk": on_disk})
 

@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +18,14 @@ from torch.utils._pytree import tree_map
 from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
 from torchpisa.federated import durable_files
-from torchpisa.federated.algorithms.base import Algorithm, Fields, ServerState
+from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, add
 from torchpisa.federated.clients.batched import BatchedClients, batching_obstacle
 from torchpisa.federated.clients.data import Data, sample_count
 from torchpisa.federated.clients.memory import FileMemoryStore, MemoryStore, TensorMemoryStore
 from torchpisa.federated.clients.objective import Loss, Objective, cross_entropy, trainable
 from torchpisa.federated.clients.sequential import SequentialClients
 from torchpisa.federated.progress_bar import progress_bar
+from torchpisa.federated.timing import Timing
 
 __all__ = ["Counts", "Row", "Simulation"]
 
@@ -49,6 +52,13 @@ class Counts:
     bytes_down: int = 0
 
 
+class LateUpdate(NamedTuple):
+    """An update on its way, and when it arrives in virtual time."""
+
+    arrival: float
+    update: Message
+
+
 class Simulation:
     r"""Federated learning in one process.
 
@@ -71,11 +81,14 @@ class Simulation:
             clients is then in RAM, and a checkpoint adds what has changed; see `run`. Without a
             folder, it is kept on the device and written whole into every checkpoint. In both cases
             a client takes no room before its first round.
+        timing: how long clients take in virtual time, and how long the server waits for them. By
+            default a round ends when everybody's update is there.
 
     Attributes:
         model: the network with the global weights.
         server: what the server keeps.
         counts: what the run has cost.
+        time: virtual seconds since the beginning, if there is a `timing`.
         batched: how many clients run at once.
         why_in_turn: why clients run one after the other, if they do and were not told to.
 
@@ -101,6 +114,7 @@ class Simulation:
         device: torch.device | str | None = None,
         batched: bool | int | None = None,
         memory: str | os.PathLike[str] | None = None,
+        timing: Timing | None = None,
     ) -> None:
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got none")
@@ -111,9 +125,14 @@ class Simulation:
         check_count("seed", seed, 0)
         if batched is not None and not isinstance(batched, bool):
             check_count("batched", batched)
+        if timing is not None and not isinstance(timing, Timing):
+            raise TypeError(f"timing must be a Timing, got {timing!r}")
         self.algorithm = algorithm
         self.model = copy.deepcopy(model).to(device)
         self.counts = Counts()
+        self.time = 0.0
+        self._timing = timing
+        self._under_way: dict[int, LateUpdate] = {}
         self._seed = seed
         self._participation = participation
         self._sizes = [sample_count(data) for data in clients]
@@ -157,7 +176,10 @@ class Simulation:
         return self.server.iteration
 
     def present(self, iteration: int) -> list[int]:
-        """Return the clients that take part in a round; rounds count from 0."""
+        """Return the clients that take part in a round; rounds count from 0.
+
+        Those whose update is on its way to the server take part in no other round.
+        """
         m = len(self._sizes)
         if callable(self._participation):
             chosen = sorted(set(self._participation(iteration)))
@@ -165,12 +187,13 @@ class Simulation:
                 raise ValueError(
                     f"participation must return clients from 0 to {m - 1}, got {chosen}"
                 )
-            return chosen
+            return [client for client in chosen if client not in self._under_way]
         count = max(1, round(self._participation * m))
-        if count == m:
-            return list(range(m))
-        order = permutation(m, "participation", self._seed, iteration)
-        return sorted(order[:count].tolist())
+        order: Iterable[int] = range(m)
+        if count < m:
+            order = permutation(m, "participation", self._seed, iteration).tolist()
+        free = (client for client in order if client not in self._under_way)
+        return sorted(islice(free, count))
 
     def memory_of(self, client: int) -> Fields:
         """Return a copy of what a client remembers, such as its dual; clients count from 0."""
@@ -182,20 +205,43 @@ class Simulation:
         """Run one round with everybody who takes part in it."""
         server = self.algorithm.open(self.server)
         present = self.present(server.iteration)
+        arrivals = self._wait(present, server.iteration)
+        running = [client for client in present if arrivals[client] < math.inf]
+        late = {client for client in running if arrivals[client] > self.time}
+        taken = [client for client in running if client not in late]
+        total: Message | None = None
         if present:
             down = self.algorithm.broadcast(server)
-            with torch.enable_grad():
-                done = self._clients.round(down, present, server.iteration)
-            assert done.total is not None
-            share = float(self._alphas[present].sum())
-            self.server = self.algorithm.close(server, done.total, share)
-            self.counts.gradients += done.work.gradients
-            self.counts.samples += done.work.samples
-            self.counts.bytes_up += done.sent
             self.counts.bytes_down += down.bytes * len(present)
-        else:
+            if running:
+                with torch.enable_grad():
+                    done = self._clients.round(down, running, server.iteration, late)
+                total = done.total
+                self.counts.gradients += done.work.gradients
+                self.counts.samples += done.work.samples
+                self.counts.bytes_up += done.sent
+        for client in [c for c, update in self._under_way.items() if update.arrival <= self.time]:
+            update = self._under_way.pop(client).update
+            total = add(total, update, float(self._alphas[client]))
+            taken.append(client)
+        self._under_way |= {c: LateUpdate(arrivals[c], done.late[c]) for c in sorted(late)}
+        if total is None:
             self.server = self.algorithm.skip(server)
+        else:
+            share = float(self._alphas[taken].sum())
+            self.server = self.algorithm.close(server, total, share)
         self._copy_weights_into_model()
+
+    def _wait(self, present: Sequence[int], iteration: int) -> dict[int, float]:
+        """Let the virtual time of a round pass, and return when the updates of it arrive."""
+        timing = self._timing
+        earlier = [update.arrival for update in self._under_way.values()]
+        if timing is None:  # updates may be under way after loading the state of a run with one
+            self.time = max([self.time, *earlier])
+            return dict.fromkeys(present, self.time)
+        arrivals = {client: timing.arrival(self.time, client, iteration) for client in present}
+        self.time = timing.end(self.time, [*earlier, *arrivals.values()])
+        return arrivals
 
     @torch.no_grad()
     def _copy_weights_into_model(self) -> None:
@@ -228,7 +274,8 @@ class Simulation:
 
         Returns:
             The rows, those from before an interruption included: `round`, what `evaluate` returns,
-            what the run has cost so far (see `Counts`) and `seconds`.
+            what the run has cost so far (see `Counts`), `seconds`, and the virtual `time` if there
+            is a `timing`.
 
         Raises:
             FloatingPointError: the weights are no longer finite.
@@ -244,6 +291,8 @@ class Simulation:
         def record() -> Row:
             row: Row = {"round": self.iteration, **self._measure(evaluate)}
             row |= {**dataclasses.asdict(self.counts), "seconds": time.perf_counter() - start}
+            if self._timing is not None:
+                row["time"] = self.time
             if history.add(row, self.state_dict):
                 self._memory.release()
             return row
@@ -287,6 +336,11 @@ class Simulation:
             "server": vars(self.server),
             "clients": self._memory.state_dict(),
             "counts": dataclasses.asdict(self.counts),
+            "time": self.time,
+            "under_way": [
+                {"client": client, "arrival": late.arrival, **late.update._asdict()}
+                for client, late in self._under_way.items()
+            ],
         }
         return cast(dict[str, Any], _copied(state, None))
 
@@ -300,6 +354,11 @@ class Simulation:
         self._memory.load_state_dict(copied["clients"])
         self.server = ServerState(**copied["server"])
         self.counts = Counts(**copied["counts"])
+        self.time = copied["time"]
+        self._under_way = {
+            late["client"]: LateUpdate(late["arrival"], Message(late["tensors"], late["numbers"]))
+            for late in copied["under_way"]
+        }
         self._copy_weights_into_model()
 
     def _setting(self) -> dict[str, Any]:

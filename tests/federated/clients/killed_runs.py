@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.federated.problems import MAKERS, classes, flat, memories, mlp
-from torchpisa.federated import Simulation, durable_files
+from torchpisa.federated import Simulation, Timing, durable_files
 from torchpisa.federated.clients.memory import FileMemoryStore
 
 CLIENTS, ROUNDS = 30, 12
@@ -25,7 +25,14 @@ CLIENTS, ROUNDS = 30, 12
 
 def simulation(memory: Path | None) -> Simulation:
     clients = classes([3 + i % 4 for i in range(CLIENTS)])
-    return Simulation(mlp(), clients, MAKERS["SISA"](), participation=0.2, memory=memory)
+    timing = Timing(delay, deadline=1.5)
+    return Simulation(
+        mlp(), clients, MAKERS["SISA"](), participation=0.2, timing=timing, memory=memory
+    )
+
+
+def delay(client: int, iteration: int) -> float:
+    return 0.5 + (7 * client + 3 * iteration) % 11 / 4
 
 
 def run_until(folder: Path, operation: int) -> None:
@@ -102,6 +109,7 @@ def main(folder: Path) -> None:
     resumed.run(ROUNDS, checkpoint=folder / "run.pt", progress=False)
     assert torch.equal(flat(resumed.server.weights), flat(whole.server.weights))
     assert resumed.counts == whole.counts
+    assert resumed.time == whole.time
     for a, b in zip(memories(resumed), memories(whole), strict=True):
         for kind, tensors in a.items():
             assert torch.equal(flat(tensors), flat(b[kind]))
