@@ -172,15 +172,8 @@ def simulate(
 
 
 def memories(simulation: Simulation) -> list[Fields]:
-    """Return the memory of each client, for batched and sequential clients alike."""
-    kept = simulation.state_dict()["clients"]
-    if isinstance(kept, list):
-        return kept
-    count = len(simulation.state_dict()["setting"]["sizes"])
-    return [
-        {kind: {name: t[i] for name, t in field.items()} for kind, field in kept.items()}
-        for i in range(count)
-    ]
+    """Return the memory of each client."""
+    return [simulation.memory_of(client) for client in range(len(simulation._sizes))]
 
 
 def weighted_sum(memory: Sequence[Fields], kind: str, alphas: Sequence[float]) -> Tensors:

@@ -21,6 +21,8 @@ from torchpisa.federated import partition
 from torchpisa.federated.partition import (
     add_noise,
     by_label,
+    by_mixture,
+    by_owner,
     by_quantity,
     dirichlet,
     iid,
@@ -201,7 +203,7 @@ def test_quantity_skew_leaves_the_labels_alone() -> None:
 def test_shares_have_the_moments_of_the_distribution(alpha: float) -> None:
     # Mean 1/m and variance (m - 1) / (m^2 (m alpha + 1)), for m = 4.
     source = random.Random(0)
-    draws = [partition._shares(4, alpha, source) for _ in range(2000)]
+    draws = [partition._shares([alpha] * 4, source) for _ in range(2000)]
     shares = torch.tensor(draws, dtype=torch.float64)
     variance = 3 / (16 * (4 * alpha + 1))
     assert (shares.mean(0) - 0.25).abs().max() < 5 * math.sqrt(variance / 2000)
@@ -218,7 +220,55 @@ def test_the_smallest_alpha_does_not_underflow() -> None:
 # All of them
 
 
+@given(unbalanced(least=3), st.integers(1, 20), st.floats(1e-3, 1e3), seeds)
+@property_test
+def test_mixtures_cover_in_equal_sizes(
+    labels: Tensor, clients: int, alpha: float, seed: int
+) -> None:
+    assume(clients <= len(labels))
+    parts = by_mixture(labels, clients, alpha, seed=seed)
+    assert covers(parts, len(labels))
+    assert max(parts.sizes) - min(parts.sizes) <= 1
+
+
+def test_mixtures_of_many_clients() -> None:
+    """Of thousands with a few samples each nobody is without; the labels follow the mixture."""
+    labels = torch.arange(6000) % 10
+    few, all_ten = (by_mixture(labels, 1000, alpha) for alpha in (0.1, 1e6))
+    assert set(few.sizes) == {6}
+    held = (label_counts(few, labels) > 0).sum(1).double()
+    assert float(held.mean()) < 1.5
+    # Six draws with equal shares: ten labels, of which each is missing with 0.9^6.
+    held = (label_counts(all_ten, labels) > 0).sum(1).double()
+    assert float(held.mean()) == pytest.approx(10 * (1 - 0.9**6), rel=0.03)
+
+
+def test_mixtures_have_the_moments_of_the_distribution() -> None:
+    """Shares of large clients of few: mean p and variance p (1 - p) / (alpha + 1)."""
+    labels = torch.tensor([0] * 30_000 + [1] * 70_000)
+    parts = by_mixture(labels, 300, 3.0, sizes=[100] * 300)
+    shares = label_counts(parts, labels)[:, 0].double() / 100
+    drawn = 0.3 * 0.7 / 4 * (1 - 1 / 100) + 0.3 * 0.7 / 100
+    assert float(shares.mean()) == pytest.approx(0.3, abs=0.03)
+    assert float(shares.var()) == pytest.approx(drawn, rel=0.25)
+
+
+def test_mixtures_of_given_sizes() -> None:
+    sizes = [1, 50, 3, 200]
+    parts = by_mixture(TEN, 4, 0.2, sizes=sizes)
+    assert list(parts.sizes) == sizes
+    assert len(set(chain(*as_lists(parts)))) == sum(sizes)
+
+
+def test_owners_have_what_is_theirs() -> None:
+    owners = ["b", "a", "b", None, ("c", 1), "a", "b"]
+    assert as_lists(by_owner(owners)) == [[0, 2, 6], [1, 5], [3], [4]]
+    assert as_lists(by_owner(owners, smallest=2)) == [[0, 2, 6], [1, 5]]
+    assert as_lists(by_owner(iter([3, 3, 1]))) == [[0, 1], [2]]
+
+
 WAYS: dict[str, Callable[[int], Parts]] = {
+    "by_mixture": lambda seed: by_mixture(TEN, 7, 1.0, seed=seed),
     "iid": lambda seed: iid(600, 10, seed=seed),
     "one label": lambda seed: by_label(TEN, 20, 1, seed=seed),
     "two labels": lambda seed: by_label(TEN, 10, 2, seed=seed),
@@ -310,6 +360,28 @@ def test_noise_keeps_the_dtype(dtype: torch.dtype) -> None:
 
 BAD: Any = None  # for arguments that a checker would refuse
 ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (
+        lambda: by_owner([1, 1, 2], smallest=3),
+        ValueError,
+        "smallest must be at most 2 (the most of one owner), got 3",
+    ),
+    (lambda: by_mixture(TEN, 2, 0.0), ValueError, "alpha must be a finite number > 0, got 0.0"),
+    (lambda: by_mixture(TEN, 601, 1.0), ValueError, "clients must be at most 600"),
+    (
+        lambda: by_mixture(TEN, 2, 1.0, sizes=[5]),
+        ValueError,
+        "sizes must hold a number for each of 2 clients, got 1",
+    ),
+    (
+        lambda: by_mixture(TEN, 2, 1.0, sizes=[5, 0]),
+        ValueError,
+        "sizes[1] must be an integer >= 1, got 0",
+    ),
+    (
+        lambda: by_mixture(TEN, 2, 1.0, sizes=[5, 600]),
+        ValueError,
+        "sizes must add up to at most 600 (the samples), got 605",
+    ),
     (lambda: iid(5, 6), ValueError, "clients must be at most 5 (5 samples, at least 1 per client)"),
     (lambda: iid(5, 0), ValueError, "clients must be an integer >= 1, got 0"),
     (lambda: iid(5, 2, seed=-1), ValueError, "seed must be an integer >= 0, got -1"),

@@ -451,7 +451,6 @@ def test_states_of_another_setting() -> None:
         "algorithm": simulate(SISA(sigma=6.0), 0, batched=True),
         "sizes": simulate(SISA(), 0, clients=classes((7, 12, 3, 20, 8)), batched=True),
         "seed": simulate(SISA(), 0, seed=1, batched=True),
-        "together": simulate(SISA(), 0, batched=False),
     }
     for name, other in others.items():
         before = flat(other.server.weights).clone()

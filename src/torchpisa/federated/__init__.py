@@ -27,6 +27,7 @@ from torchpisa.federated.algorithms import (
 from torchpisa.federated.clients.local_work import Epochs, FullGradient, Minibatches
 from torchpisa.federated.clients.objective import accuracy, cross_entropy
 from torchpisa.federated.simulation import Counts, Simulation
+from torchpisa.federated.timing import LognormalDelay, Timing
 
 __all__ = [
     "MISA",
@@ -48,10 +49,12 @@ __all__ = [
     "FedProx",
     "FedYogi",
     "FullGradient",
+    "LognormalDelay",
     "Minibatches",
     "Scaffold",
     "ServerMuon",
     "Simulation",
+    "Timing",
     "accuracy",
     "cross_entropy",
     "partition",

@@ -6,10 +6,11 @@ skew and their names are those of NIID-Bench (Li et al., Federated Learning on N
 2022):
 
 - none: `iid`;
-- labels: `by_label`, a fixed number of labels per client, and `dirichlet`, unequal shares of every
-  label;
+- labels: `by_label`, a fixed number of labels per client, `dirichlet`, unequal shares of every
+  label, and `by_mixture`, a mixture of labels per client, for thousands of clients;
 - amounts: `by_quantity`, unequal sizes of the same mixture;
-- features: any of these, and `add_noise` with the `noise_levels` of the clients.
+- features: any of these, and `add_noise` with the `noise_levels` of the clients;
+- natural: `by_owner`, the split that the data comes with.
 
 The same seed gives the same parts.
 """
@@ -17,7 +18,7 @@ The same seed gives the same parts.
 import math
 import random
 import reprlib
-from collections.abc import Sequence, Sized
+from collections.abc import Hashable, Iterable, Sequence, Sized
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,6 +32,8 @@ from torchpisa.data import Parts, hashed, length, permutation, split
 __all__ = [
     "add_noise",
     "by_label",
+    "by_mixture",
+    "by_owner",
     "by_quantity",
     "dirichlet",
     "iid",
@@ -158,6 +161,87 @@ def dirichlet(
         for i, share in enumerate(torch.split(samples, sizes)):
             shares[i].append(share)
     return _parts(shares)
+
+
+def by_mixture(
+    labels: Tensor | Sequence[int],
+    clients: int,
+    alpha: float,
+    *,
+    sizes: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Parts:
+    r"""Draw each client's mixture of labels from a Dirichlet distribution, and samples by it.
+
+    The form of Hsu et al. (Measuring the Effects of Non-Identical Data Distribution, 2019): with
+    \(p\) the shares of the labels in all data, a client's mixture is drawn from
+    \(\mathrm{Dir}(\alpha p)\), and its samples label by label from the mixture, without
+    replacement. A label that has run out leaves its share to the others. Sizes are given, so this
+    works for thousands of clients of a few samples, where `dirichlet` leaves many without any.
+
+    Args:
+        labels: one integer per sample, as a tensor, list or array. Their values are arbitrary.
+        clients: how many.
+        alpha: \(\alpha > 0\); the smaller, the fewer labels a client has.
+        sizes: samples of each client, at most all in sum; by default equal, give or take one.
+        seed: decides the mixtures, and which samples.
+
+    Raises:
+        TypeError: `labels` are not integers.
+        ValueError: an argument is out of its range.
+
+    Examples:
+        >>> labels = [0] * 50 + [1] * 50
+        >>> label_counts(by_mixture(labels, clients=4, alpha=0.1), labels)
+        tensor([[ 1, 24],
+                [ 0, 25],
+                [24,  1],
+                [25,  0]])
+    """
+    _, kinds, counts = by_class(labels)
+    n = len(kinds)
+    _check_clients(clients, n, 1)
+    check_range("alpha", alpha, 0, low_open=True, high_open=True)
+    check_count("seed", seed, 0)
+    if sizes is None:
+        sizes = [n // clients + (i < n % clients) for i in range(clients)]
+    _check_sizes(sizes, clients, n)
+    source = random.Random(hashed("mixtures", seed))
+    stocks = [samples.tolist() for samples in _samples(kinds, counts, "by_mixture", seed)]
+    shares: list[list[Tensor]] = [[] for _ in range(clients)]
+    # In a shuffled order: the last ones get what is left.
+    for i in permutation(clients, "by_mixture", seed).tolist():
+        mixture = _shares([alpha * count / n for count in counts], source)
+        shares[i] = [torch.tensor(_take(stocks, mixture, sizes[i], source), device="cpu")]
+    return _parts(shares)
+
+
+def by_owner(owners: Iterable[Hashable], *, smallest: int = 1) -> Parts:
+    """Give every owner its own samples: the split that the data comes with.
+
+    Owners are writers of digits, authors of texts, hospitals, phones. Clients are in the order in
+    which they first appear.
+
+    Args:
+        owners: of each sample, anything that can be compared and hashed.
+        smallest: owners of fewer samples are left out.
+
+    Raises:
+        ValueError: nobody owns so many.
+
+    Examples:
+        >>> by_owner(["ann", "bob", "ann", "cy", "ann", "bob"], smallest=2).indices
+        (tensor([0, 2, 4]), tensor([1, 5]))
+    """
+    check_count("smallest", smallest)
+    samples: dict[Hashable, list[int]] = {}
+    for index, owner in enumerate(owners):
+        samples.setdefault(owner, []).append(index)
+    parts = [own for own in samples.values() if len(own) >= smallest]
+    if not parts:
+        most = max(map(len, samples.values()), default=0)
+        raise ValueError(f"smallest must be at most {most} (the most of one owner), got {smallest}")
+    return Parts.from_indices(parts)
 
 
 def by_quantity(
@@ -296,6 +380,33 @@ def _check_clients(clients: int, n: int, smallest: int) -> None:
         raise ValueError(f"clients must be {legal}, got {clients}")
 
 
+def _check_sizes(sizes: Sequence[int], clients: int, n: int) -> None:
+    if len(sizes) != clients:
+        raise ValueError(
+            f"sizes must hold a number for each of {clients} clients, got {len(sizes)}"
+        )
+    for i, size in enumerate(sizes):
+        check_count(f"sizes[{i}]", size)
+    if sum(sizes) > n:
+        raise ValueError(f"sizes must add up to at most {n} (the samples), got {sum(sizes)}")
+
+
+def _take(
+    stocks: list[list[int]], mixture: list[float], size: int, source: random.Random
+) -> list[int]:
+    """Take samples out of the stocks of the labels, each of a label drawn from the mixture."""
+    taken = []
+    weights = [share if stock else 0.0 for share, stock in zip(mixture, stocks, strict=True)]
+    for _ in range(size):
+        if not any(weights):  # all labels of the mixture have run out
+            weights = [float(len(stock)) for stock in stocks]
+        (label,) = source.choices(range(len(stocks)), weights)
+        taken.append(stocks[label].pop())
+        if not stocks[label]:
+            weights[label] = 0.0
+    return taken
+
+
 def _samples(kinds: Tensor, counts: list[int], use: str, seed: int) -> list[Tensor]:
     """Return the samples of each label, shuffled."""
     grouped = torch.split(kinds.argsort(stable=True), counts)
@@ -362,7 +473,7 @@ def _draw(
     source = random.Random(hashed("shares", seed))
     draws = max(1, MAX_SHARES // (clients * len(counts)))
     for _ in range(draws):
-        cuts = [_cut(n, _shares(clients, alpha, source)) for n in counts]
+        cuts = [_cut(n, _shares([alpha] * clients, source)) for n in counts]
         if min(map(sum, zip(*cuts, strict=True))) >= smallest:
             return cuts
     raise ValueError(
@@ -371,13 +482,13 @@ def _draw(
     )
 
 
-def _shares(clients: int, alpha: float, source: random.Random) -> list[float]:
-    """Draw from Dir(alpha): gamma variates over their sum."""
+def _shares(alphas: Sequence[float], source: random.Random) -> list[float]:
+    """Draw from Dir(alphas): gamma variates over their sum."""
     # Gamma(a) is Gamma(a + 1) U^(1/a); as logarithms, because for small a it underflows to 0.
     # 1 - random() is in (0, 1].
     logs = [
         math.log(source.gammavariate(alpha + 1, 1)) + math.log(1 - source.random()) / alpha
-        for _ in range(clients)
+        for alpha in alphas
     ]
     top = max(logs)
     sizes = [math.exp(log - top) for log in logs]

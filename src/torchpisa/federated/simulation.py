@@ -3,25 +3,33 @@
 import copy
 import dataclasses
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
-from torchpisa.federated.algorithms.base import Algorithm, ServerState
+from torchpisa.federated import durable_files
+from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, add
 from torchpisa.federated.clients.batched import BatchedClients, batching_obstacle
 from torchpisa.federated.clients.data import Data, sample_count
+from torchpisa.federated.clients.memory import FileMemoryStore, MemoryStore, TensorMemoryStore
 from torchpisa.federated.clients.objective import Loss, Objective, cross_entropy, trainable
 from torchpisa.federated.clients.sequential import SequentialClients
 from torchpisa.federated.progress_bar import progress_bar
+from torchpisa.federated.timing import Timing
 
 __all__ = ["Counts", "Row", "Simulation"]
+
+MAX_STACKED = 2**26  # parameters of clients that run at once by default; each takes some 50 bytes
 
 Row = dict[str, float]
 """The numbers of one entry of the log, by name."""
@@ -44,6 +52,13 @@ class Counts:
     bytes_down: int = 0
 
 
+class LateUpdate(NamedTuple):
+    """An update on its way, and when it arrives in virtual time."""
+
+    arrival: float
+    update: Message
+
+
 class Simulation:
     r"""Federated learning in one process.
 
@@ -59,12 +74,21 @@ class Simulation:
             by default.
         batched: run clients at once under `torch.vmap`, True for all of them or a number for so
             many; False for one after the other. By default at once if the model and the data allow
-            it. Both give the same result up to rounding.
+            it, as many as have 67 million parameters together. Clients of very different sizes run
+            in several groups, since those of a group are padded to its largest. All ways give the
+            same result up to rounding.
+        memory: a folder for what clients remember between rounds. Only the memory of a round's
+            clients is then in RAM, and a checkpoint adds what has changed; see `run`. Without a
+            folder, it is kept on the device and written whole into every checkpoint. In both cases
+            a client takes no room before its first round.
+        timing: how long clients take in virtual time, and how long the server waits for them. By
+            default a round ends when everybody's update is there.
 
     Attributes:
         model: the network with the global weights.
         server: what the server keeps.
         counts: what the run has cost.
+        time: virtual seconds since the beginning, if there is a `timing`.
         batched: how many clients run at once.
         why_in_turn: why clients run one after the other, if they do and were not told to.
 
@@ -89,6 +113,8 @@ class Simulation:
         seed: int = 0,
         device: torch.device | str | None = None,
         batched: bool | int | None = None,
+        memory: str | os.PathLike[str] | None = None,
+        timing: Timing | None = None,
     ) -> None:
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got none")
@@ -99,9 +125,14 @@ class Simulation:
         check_count("seed", seed, 0)
         if batched is not None and not isinstance(batched, bool):
             check_count("batched", batched)
+        if timing is not None and not isinstance(timing, Timing):
+            raise TypeError(f"timing must be a Timing, got {timing!r}")
         self.algorithm = algorithm
         self.model = copy.deepcopy(model).to(device)
         self.counts = Counts()
+        self.time = 0.0
+        self._timing = timing
+        self._under_way: dict[int, LateUpdate] = {}
         self._seed = seed
         self._participation = participation
         self._sizes = [sample_count(data) for data in clients]
@@ -111,13 +142,20 @@ class Simulation:
         self.server: ServerState = algorithm.start(weights)
         objective = Objective(self.model, loss)
         self.why_in_turn = self._obstacle(batched, objective, clients)
-        shared = (weights, seed, self._alphas)
+        initial = algorithm.remember(weights)
+        self._memory: MemoryStore = (
+            TensorMemoryStore(initial, len(clients))
+            if memory is None
+            else FileMemoryStore(initial, memory)
+        )
+        shared = (self._memory, seed, self._alphas)
         self._clients: BatchedClients | SequentialClients
         if batched is False or self.why_in_turn is not None:
             self.batched = 1
             self._clients = SequentialClients(algorithm, objective, clients, *shared)
         else:
-            at_once = len(clients) if batched is None or batched is True else batched
+            fitting = max(1, MAX_STACKED // sum(w.numel() for w in weights.values()))
+            at_once = fitting if batched is None else len(clients) if batched is True else batched
             self.batched = min(at_once, len(clients))
             tensors = cast(Sequence[tuple[Tensor, Tensor]], clients)
             self._clients = BatchedClients(algorithm, objective, tensors, *shared, self.batched)
@@ -138,7 +176,10 @@ class Simulation:
         return self.server.iteration
 
     def present(self, iteration: int) -> list[int]:
-        """Return the clients that take part in a round; rounds count from 0."""
+        """Return the clients that take part in a round; rounds count from 0.
+
+        Those whose update is on its way to the server take part in no other round.
+        """
         m = len(self._sizes)
         if callable(self._participation):
             chosen = sorted(set(self._participation(iteration)))
@@ -146,31 +187,61 @@ class Simulation:
                 raise ValueError(
                     f"participation must return clients from 0 to {m - 1}, got {chosen}"
                 )
-            return chosen
+            return [client for client in chosen if client not in self._under_way]
         count = max(1, round(self._participation * m))
-        if count == m:
-            return list(range(m))
-        order = permutation(m, "participation", self._seed, iteration)
-        return sorted(order[:count].tolist())
+        order: Iterable[int] = range(m)
+        if count < m:
+            order = permutation(m, "participation", self._seed, iteration).tolist()
+        free = (client for client in order if client not in self._under_way)
+        return sorted(islice(free, count))
+
+    def memory_of(self, client: int) -> Fields:
+        """Return a copy of what a client remembers, such as its dual; clients count from 0."""
+        check_count("client", client, 0, len(self._sizes) - 1)
+        return cast(Fields, tree_map(lambda t: t[0], self._memory.load([client])))
 
     @torch.no_grad()
     def round(self) -> None:
         """Run one round with everybody who takes part in it."""
         server = self.algorithm.open(self.server)
         present = self.present(server.iteration)
+        arrivals = self._wait(present, server.iteration)
+        running = [client for client in present if arrivals[client] < math.inf]
+        late = {client for client in running if arrivals[client] > self.time}
+        taken = [client for client in running if client not in late]
+        total: Message | None = None
         if present:
             down = self.algorithm.broadcast(server)
-            with torch.enable_grad():
-                total, sent, work = self._clients.round(down, present, server.iteration)
-            share = float(self._alphas[present].sum())
-            self.server = self.algorithm.close(server, total, share)
-            self.counts.gradients += work.gradients
-            self.counts.samples += work.samples
-            self.counts.bytes_up += sent
             self.counts.bytes_down += down.bytes * len(present)
-        else:
+            if running:
+                with torch.enable_grad():
+                    done = self._clients.round(down, running, server.iteration, late)
+                total = done.total
+                self.counts.gradients += done.work.gradients
+                self.counts.samples += done.work.samples
+                self.counts.bytes_up += done.sent
+        for client in [c for c, update in self._under_way.items() if update.arrival <= self.time]:
+            update = self._under_way.pop(client).update
+            total = add(total, update, float(self._alphas[client]))
+            taken.append(client)
+        self._under_way |= {c: LateUpdate(arrivals[c], done.late[c]) for c in sorted(late)}
+        if total is None:
             self.server = self.algorithm.skip(server)
+        else:
+            share = float(self._alphas[taken].sum())
+            self.server = self.algorithm.close(server, total, share)
         self._copy_weights_into_model()
+
+    def _wait(self, present: Sequence[int], iteration: int) -> dict[int, float]:
+        """Let the virtual time of a round pass, and return when the updates of it arrive."""
+        timing = self._timing
+        earlier = [update.arrival for update in self._under_way.values()]
+        if timing is None:  # updates may be under way after loading the state of a run with one
+            self.time = max([self.time, *earlier])
+            return dict.fromkeys(present, self.time)
+        arrivals = {client: timing.arrival(self.time, client, iteration) for client in present}
+        self.time = timing.end(self.time, [*earlier, *arrivals.values()])
+        return arrivals
 
     @torch.no_grad()
     def _copy_weights_into_model(self) -> None:
@@ -197,12 +268,14 @@ class Simulation:
             every: evaluate and log after every so many rounds, before the first and after the last.
             log: a file that gets every row as a line of JSON. A new run replaces what is in it.
             checkpoint: a file that the run is saved to whenever a row is logged. If it exists, the
-                run goes on from there.
+                run goes on from there. It survives a crash of the machine. With `memory`, it refers
+                to that folder, which holds what goes with the last checkpoint and no older one.
             progress: show a bar on the terminal.
 
         Returns:
             The rows, those from before an interruption included: `round`, what `evaluate` returns,
-            what the run has cost so far (see `Counts`) and `seconds`.
+            what the run has cost so far (see `Counts`), `seconds`, and the virtual `time` if there
+            is a `timing`.
 
         Raises:
             FloatingPointError: the weights are no longer finite.
@@ -218,7 +291,10 @@ class Simulation:
         def record() -> Row:
             row: Row = {"round": self.iteration, **self._measure(evaluate)}
             row |= {**dataclasses.asdict(self.counts), "seconds": time.perf_counter() - start}
-            history.add(row, self.state_dict)
+            if self._timing is not None:
+                row["time"] = self.time
+            if history.add(row, self.state_dict):
+                self._memory.release()
             return row
 
         with progress_bar(rounds, self.iteration, progress) as show:
@@ -250,12 +326,21 @@ class Simulation:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run needs to continue: server, clients' memory and counts."""
+        """Return all that a run needs to continue: server, clients' memory and counts.
+
+        Of a simulation with a folder for its clients' `memory` it refers to that folder, and is of
+        use until `run` writes its next checkpoint.
+        """
         state = {
             "setting": self._setting(),
             "server": vars(self.server),
-            "clients": self._clients.memory,
+            "clients": self._memory.state_dict(),
             "counts": dataclasses.asdict(self.counts),
+            "time": self.time,
+            "under_way": [
+                {"client": client, "arrival": late.arrival, **late.update._asdict()}
+                for client, late in self._under_way.items()
+            ],
         }
         return cast(dict[str, Any], _copied(state, None))
 
@@ -266,9 +351,14 @@ class Simulation:
             if saved != current:
                 raise ValueError(f"{name} must be that of the saved run, {saved}, got {current}")
         copied = _copied(state, next(iter(self.server.weights.values())).device)
+        self._memory.load_state_dict(copied["clients"])
         self.server = ServerState(**copied["server"])
-        self._clients.memory = copied["clients"]
         self.counts = Counts(**copied["counts"])
+        self.time = copied["time"]
+        self._under_way = {
+            late["client"]: LateUpdate(late["arrival"], Message(late["tensors"], late["numbers"]))
+            for late in copied["under_way"]
+        }
         self._copy_weights_into_model()
 
     def _setting(self) -> dict[str, Any]:
@@ -278,7 +368,6 @@ class Simulation:
             "model": shapes,
             "sizes": self._sizes,
             "seed": self._seed,
-            "together": isinstance(self._clients, BatchedClients),  # decides the form of `clients`
         }
 
 
@@ -315,17 +404,19 @@ class RunHistory:
             self._log.write_text("".join(lines), encoding="utf-8")
         return cast(dict[str, Any], saved["state"])
 
-    def add(self, row: Row, state: Callable[[], dict[str, Any]]) -> None:
-        """Append a row and save the state."""
+    def add(self, row: Row, state: Callable[[], dict[str, Any]]) -> bool:
+        """Append a row and, where there is a checkpoint, save the state; return True if saved."""
         self.rows.append(row)
         if self._log is not None:
             with self._log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        if self._checkpoint is not None:
-            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            new = self._checkpoint.with_name(self._checkpoint.name + ".new")
-            torch.save({"state": state(), "rows": self.rows}, new)
-            new.replace(self._checkpoint)  # atomic: an interruption leaves the old one
+        if self._checkpoint is None:
+            return False
+        self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        new = self._checkpoint.with_name(self._checkpoint.name + ".new")
+        torch.save({"state": state(), "rows": self.rows}, new)
+        durable_files.replace(new, self._checkpoint)  # an interruption leaves the old one
+        return True
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

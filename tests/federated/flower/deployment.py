@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from tests.federated.flower.ports import free_port, listens
-from torchpisa.federated.flower import durable_files
+from torchpisa.federated import durable_files
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "flower"

@@ -14,9 +14,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 from torchpisa.federated import SISA, Algorithm
+from torchpisa.federated.durable_files import load
 from torchpisa.federated.flower import FederatedStrategy, arrays, client_app
 from torchpisa.federated.flower.client_memory import FolderMemoryStore
-from torchpisa.federated.flower.durable_files import load
 
 Answer = Callable[[], Message]
 Trick = Callable[[Message, Answer], Message | None]

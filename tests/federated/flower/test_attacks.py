@@ -23,14 +23,13 @@ from tests.federated.flower.fake import (
     start,
     strategy,
 )
-from torchpisa.federated import MISA, SISA, FedAvg, FedNova, Scaffold
+from torchpisa.federated import MISA, SISA, FedAvg, FedNova, Scaffold, durable_files
 from torchpisa.federated.flower import (
     NobodyTrainsError,
     Screen,
     aggregation,
     arrays,
     client_app,
-    durable_files,
     load_arrays,
 )
 from torchpisa.federated.flower.commands import main as command

@@ -11,10 +11,9 @@ from tests.federated.flower.fake import (
     start,
     strategy,
 )
-from torchpisa.federated import FedAvg
+from torchpisa.federated import FedAvg, durable_files
 from torchpisa.federated.flower import (
     InUseError,
-    durable_files,
 )
 
 

@@ -13,8 +13,8 @@ import torch
 
 from tests.federated.flower.deployment import EXAMPLE, Deployment, example_module
 from tests.federated.flower.fake import imbalance_of
-from torchpisa.federated import SISA, FullGradient, Simulation, accuracy
-from torchpisa.federated.flower import checkpoint, durable_files
+from torchpisa.federated import SISA, FullGradient, Simulation, accuracy, durable_files
+from torchpisa.federated.flower import checkpoint
 
 CLIENTS = 3
 

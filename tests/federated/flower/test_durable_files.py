@@ -12,9 +12,9 @@ from tests.federated.flower.fake import (
     start,
     strategy,
 )
+from torchpisa.federated import durable_files
 from torchpisa.federated.flower import (
     DamagedFileError,
-    durable_files,
 )
 
 

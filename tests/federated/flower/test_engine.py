@@ -19,8 +19,7 @@ from tests.federated.flower.deployment import (
     example_module,
 )
 from tests.federated.flower.ports import free_port, listens
-from torchpisa.federated import SISA, FullGradient, Simulation
-from torchpisa.federated.flower import durable_files
+from torchpisa.federated import SISA, FullGradient, Simulation, durable_files
 
 pytestmark = pytest.mark.xdist_group("flower")
 

@@ -16,8 +16,8 @@ from tests.federated.flower.fake import (
     model,
     strategy,
 )
-from torchpisa.federated import Scaffold
-from torchpisa.federated.flower import NobodyTrainsError, arrays, checkpoint, durable_files
+from torchpisa.federated import Scaffold, durable_files
+from torchpisa.federated.flower import NobodyTrainsError, arrays, checkpoint
 
 ROUNDS = 8
 

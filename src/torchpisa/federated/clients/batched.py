@@ -1,6 +1,9 @@
-"""Rounds of many clients at once: `torch.vmap` over the functions of one client."""
+"""Rounds of many clients at once: `torch.vmap` over the functions of one client.
 
-from collections.abc import Sequence
+Clients that run at once are padded to the largest of them, so they are grouped by size.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -14,11 +17,15 @@ from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tens
 from torchpisa.federated.clients.cuda_graphs import GraphedFunction, copy_tensors
 from torchpisa.federated.clients.data import Data
 from torchpisa.federated.clients.full_gradients import FullGradients, faster_one_by_one
-from torchpisa.federated.clients.local_round import RoundWork
+from torchpisa.federated.clients.local_round import RoundResult, RoundWork
 from torchpisa.federated.clients.local_work import FullGradient, Key
+from torchpisa.federated.clients.memory import MemoryStore
 from torchpisa.federated.clients.objective import LossError, Objective, trainable
 
-__all__ = ["BatchedClients", "batching_obstacle"]
+__all__ = ["BatchedClients", "batching_obstacle", "group_by_cost"]
+
+SMALL = 32  # samples that take less time than one more group
+SMALL_ON_GPU = 512
 
 
 def batching_obstacle(
@@ -70,6 +77,23 @@ def _vmap_obstacle(objective: Objective, weights: Tensors, x: Tensor, y: Tensor)
     return None
 
 
+def group_by_cost(costs: Mapping[int, int], small: int) -> list[list[int]]:
+    """Group clients so that padding in a group at most doubles the samples of each.
+
+    Args:
+        costs: samples of each client in a round, its own padding included.
+        small: clients with no more are one group, whatever they have.
+    """
+    groups: list[list[int]] = []
+    largest = 0
+    for client in sorted(costs, key=lambda client: -costs[client]):
+        if not groups or (2 * costs[client] < largest and largest > small):
+            groups.append([])
+            largest = costs[client]
+        groups[-1].append(client)
+    return [sorted(group) for group in groups]
+
+
 @dataclass(frozen=True)
 class RoundPlan:
     """The samples of each client in each local step of a round.
@@ -90,13 +114,13 @@ class RoundPlan:
 
 
 class BatchedClients:
-    """Memory and data of all clients, stacked.
+    """The data of all clients, one after the other in two tensors, and what they remember.
 
     Args:
         algorithm: the algorithm.
         objective: the model and the loss.
         data: inputs and targets of each client.
-        weights: the initial weights.
+        memory: what the clients remember.
         seed: decides the shuffles.
         alphas: the clients' shares.
         at_once: how many clients run at once, at most.
@@ -107,21 +131,22 @@ class BatchedClients:
         algorithm: Algorithm,
         objective: Objective,
         data: Sequence[tuple[Tensor, Tensor]],
-        weights: Tensors,
+        memory: MemoryStore,
         seed: int,
         alphas: Tensor,
         at_once: int,
     ) -> None:
         self._algorithm = algorithm
         self._objective = objective
-        self._device = next(iter(weights.values())).device
+        self._memory = memory
+        self._device = next(iter(trainable(objective.model).values())).device
         self._sizes = [len(targets) for _, targets in data]
         self._offsets = list(accumulate(self._sizes, initial=0))
         self._data = [
             torch.cat([tensor.to(self._device) for tensor in column])
             for column in zip(*data, strict=True)
         ]
-        self._cached_plan: tuple[list[int], RoundPlan] | None = None
+        self._cached_plans: tuple[list[int], list[tuple[list[int], RoundPlan]]] | None = None
         self._keys: list[Key] = [(seed, str(client)) for client in range(len(data))]
         self._alphas = alphas.to(self._device)
         self._at_once = at_once
@@ -131,8 +156,6 @@ class BatchedClients:
             x, y = (torch.split(t, self._sizes) for t in self._data)
             per_client = list(zip(x, y, strict=True))
             self._full_gradients = FullGradients(objective, per_client, algorithm.local.chunk)
-        memory = algorithm.remember(weights)
-        self.memory: Fields = tree_map(lambda t: t.expand(len(data), *t.shape).clone(), memory)
         self._vmapped: dict[str, Any] = {
             "begin": torch.vmap(self._begin, in_dims=(None, 0, 0)),
             "first": GraphedFunction(torch.vmap(self._first, in_dims=(None, 0, 0, 0, 0, 0))),
@@ -143,9 +166,9 @@ class BatchedClients:
         }
 
     def round(
-        self, down: Message, present: Sequence[int], iteration: int
-    ) -> tuple[Message, int, RoundWork]:
-        """Return the weighted sum of the updates, the bytes that clients sent, and the work."""
+        self, down: Message, present: Sequence[int], iteration: int, late: Collection[int] = ()
+    ) -> RoundResult:
+        """Run the clients that are present; the updates of `late` ones are not in the sum."""
         self._objective.model.train()
         numbers = {  # torch.full, because the host would wait for a copy
             name: torch.full((), float(value), dtype=torch.float64, device=self._device)
@@ -153,30 +176,44 @@ class BatchedClients:
         }
         down = Message(down.tensors, numbers)
         total: Message | None = None
+        held: dict[int, Message] = {}
         sent, gradients, samples = 0, 0, 0
-        for start in range(0, len(present), self._at_once):
-            group = list(present[start : start + self._at_once])
-            plan = self._plan(group, iteration)
+        for group, plan in self._plans(present, iteration):
             gradients += plan.work.gradients
             samples += plan.work.samples
             update = self._run_group(down, group, plan)
             sent += update.bytes
-            summed = self._weighted_sum(update, self._alphas[plan.clients])
-            total = summed if total is None else tree_map(torch.add, total, summed)
-        assert total is not None
-        return total, sent, RoundWork(gradients, samples)
+            for row, client in enumerate(group):
+                if client in late:
+                    held[client] = tree_map(lambda t, row=row: t[row].clone(), update)
+            summed = self._weighted_sum(update, group, plan, late)
+            if summed is not None:
+                total = summed if total is None else tree_map(torch.add, total, summed)
+        return RoundResult(total, held, sent, RoundWork(gradients, samples))
 
-    def _plan(self, clients: list[int], iteration: int) -> RoundPlan:
-        """Return the plan of a round, that of full gradients from a cache."""
+    def _plans(
+        self, present: Sequence[int], iteration: int
+    ) -> Iterable[tuple[list[int], RoundPlan]]:
+        """Return groups of clients and their plans, those of full gradients from a cache."""
         if not isinstance(self._algorithm.local, FullGradient):
-            return self._make_plan(clients, iteration)
-        if self._cached_plan is None or self._cached_plan[0] != clients:
-            self._cached_plan = clients, self._make_plan(clients, iteration)
-        return self._cached_plan[1]
+            return self._make_plans(present, iteration)
+        if self._cached_plans is None or self._cached_plans[0] != list(present):
+            self._cached_plans = list(present), list(self._make_plans(present, iteration))
+        return self._cached_plans[1]
 
-    def _make_plan(self, clients: list[int], iteration: int) -> RoundPlan:
+    def _make_plans(
+        self, present: Sequence[int], iteration: int
+    ) -> Iterator[tuple[list[int], RoundPlan]]:
         local = self._algorithm.local
-        plans = [local.plan(self._sizes[c], self._keys[c], iteration) for c in clients]
+        plans = {c: local.plan(self._sizes[c], self._keys[c], iteration) for c in present}
+        costs = {c: len(plan) * max(map(len, plan)) for c, plan in plans.items()}
+        small = SMALL_ON_GPU if self._device.type == "cuda" else SMALL
+        for alike in group_by_cost(costs, small):
+            for start in range(0, len(alike), self._at_once):
+                group = alike[start : start + self._at_once]
+                yield group, self._make_plan(group, [plans[c] for c in group])
+
+    def _make_plan(self, clients: list[int], plans: list[list[Tensor]]) -> RoundPlan:
         steps = torch.tensor([len(plan) for plan in plans], device="cpu")
         width = max(len(batch) for plan in plans for batch in plan)
         shape = (int(steps.max()), len(clients), width)
@@ -198,7 +235,7 @@ class BatchedClients:
         )
 
     def _run_group(self, down: Message, clients: list[int], plan: RoundPlan) -> Message:
-        memory: Fields = tree_map(lambda t: t[plan.clients], self.memory)
+        memory = self._memory.load(clients)
         carry = self._vmapped["begin"](down, memory, plan.clients)
         width = max(1, self._algorithm.local.chunk // len(clients))
         for step, (index, mask) in enumerate(zip(plan.index, plan.mask, strict=True)):
@@ -216,9 +253,7 @@ class BatchedClients:
         carry = copy_tensors(carry)
         finished = self._vmapped["finish"](down, memory, carry, plan.steps)
         update, memory = cast(tuple[Message, Fields], finished)
-        for kind, tensors in memory.items():
-            for name, tensor in tensors.items():
-                self.memory[kind][name][plan.clients] = tensor
+        self._memory.save(clients, memory)
         return update
 
     def _step_in_chunks(
@@ -266,8 +301,16 @@ class BatchedClients:
         # A client that has no samples left waits for the others.
         return cast(Fields, tree_map(lambda a, b: torch.where(count > 0, a, b), new, carry))
 
-    @staticmethod
-    def _weighted_sum(update: Message, alphas: Tensor) -> Message:
+    def _weighted_sum(
+        self, update: Message, clients: list[int], plan: RoundPlan, late: Collection[int]
+    ) -> Message | None:
+        alphas = self._alphas[plan.clients]
+        in_time = [row for row, client in enumerate(clients) if client not in late]
+        if not in_time:
+            return None
+        if len(in_time) < len(clients):
+            rows = torch.tensor(in_time, device="cpu").to(self._device)
+            alphas, update = alphas[rows], tree_map(lambda t: t[rows], update)
         return cast(
             Message,
             tree_map(lambda t: torch.tensordot(alphas.to(t.dtype), t, dims=1), update),

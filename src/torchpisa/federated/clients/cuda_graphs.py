@@ -11,9 +11,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["GraphedFunction", "copy_tensors"]
 
+MAX_RECORDED = 32  # sets of shapes with a graph, each of which holds its own memory
+
 
 class GraphedFunction:
-    """A function of nested tensors, recorded on a GPU once per set of shapes.
+    """A function of nested tensors, recorded on a GPU once per set of shapes, the first 32 sets.
 
     Small models are bound by the host, which issues a hundred small kernels per local step. The
     next call overwrites what the function returned; `copy_tensors` makes a copy. On a CPU every
@@ -30,6 +32,8 @@ class GraphedFunction:
             return self._function(*arguments)
         key = (str(spec), tuple((t.shape, t.dtype) for t in flat))
         if key not in self._graphs:
+            if len(self._graphs) == MAX_RECORDED:  # every round has other shapes
+                return self._function(*arguments)
             self._graphs[key] = self._record(flat, spec)
         graph, inputs, outputs = self._graphs[key]
         torch._foreach_copy_(inputs, flat)

@@ -13,7 +13,7 @@ from torchpisa.federated.clients.data import Data, sample_count, take_samples
 from torchpisa.federated.clients.local_work import Key
 from torchpisa.federated.clients.objective import Objective
 
-__all__ = ["RoundWork", "local_round", "mean_gradient"]
+__all__ = ["RoundResult", "RoundWork", "local_round", "mean_gradient"]
 
 
 class RoundWork(NamedTuple):
@@ -26,6 +26,22 @@ class RoundWork(NamedTuple):
 
     gradients: int
     samples: int
+
+
+class RoundResult(NamedTuple):
+    """What the clients of a round did.
+
+    Attributes:
+        total: the sum of alpha times the update, over those that are in time; None if none is.
+        late: the updates of the others.
+        sent: bytes that all of them sent.
+        work: what it cost.
+    """
+
+    total: Message | None
+    late: dict[int, Message]
+    sent: int
+    work: RoundWork
 
 
 def local_round(

@@ -1,25 +1,27 @@
 """Rounds in which one client runs after the other, for models and data that cannot be batched."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, Tensors, add
+from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, add
 from torchpisa.federated.clients.data import Data
-from torchpisa.federated.clients.local_round import RoundWork, local_round
+from torchpisa.federated.clients.local_round import RoundResult, RoundWork, local_round
+from torchpisa.federated.clients.memory import MemoryStore
 from torchpisa.federated.clients.objective import Objective
 
 __all__ = ["SequentialClients"]
 
 
 class SequentialClients:
-    """Memory and data of all clients.
+    """The data of all clients, and what they remember.
 
     Args:
         algorithm: the algorithm.
         objective: the model and the loss.
         data: the data of each client.
-        weights: the initial weights.
+        memory: what the clients remember.
         seed: decides the shuffles.
         alphas: the clients' shares.
     """
@@ -29,7 +31,7 @@ class SequentialClients:
         algorithm: Algorithm,
         objective: Objective,
         data: Sequence[Data],
-        weights: Tensors,
+        memory: MemoryStore,
         seed: int,
         alphas: Tensor,
     ) -> None:
@@ -38,27 +40,32 @@ class SequentialClients:
         self._data = data
         self._seed = seed
         self._alphas: list[float] = alphas.tolist()
-        self.memory: list[Fields] = [algorithm.remember(weights) for _ in data]
+        self._memory = memory
 
     def round(
-        self, down: Message, present: Sequence[int], iteration: int
-    ) -> tuple[Message, int, RoundWork]:
-        """Return the weighted sum of the updates, the bytes that clients sent, and the work."""
+        self, down: Message, present: Sequence[int], iteration: int, late: Collection[int] = ()
+    ) -> RoundResult:
+        """Run the clients that are present; the updates of `late` ones are not in the sum."""
         total: Message | None = None
+        held: dict[int, Message] = {}
         sent, gradients, samples = 0, 0, 0
         for client in present:
-            update, self.memory[client], work = local_round(
+            loaded: Fields = tree_map(lambda t: t[0], self._memory.load([client]))
+            update, memory, work = local_round(
                 self._algorithm,
                 self._objective,
                 self._data[client],
                 down,
-                self.memory[client],
+                loaded,
                 key=(self._seed, str(client)),
                 iteration=iteration,
             )
+            self._memory.save([client], tree_map(lambda t: t[None], memory))
             sent += update.bytes
             gradients += work.gradients
             samples += work.samples
-            total = add(total, update, self._alphas[client])
-        assert total is not None
-        return total, sent, RoundWork(gradients, samples)
+            if client in late:
+                held[client] = update
+            else:
+                total = add(total, update, self._alphas[client])
+        return RoundResult(total, held, sent, RoundWork(gradients, samples))

@@ -5,9 +5,9 @@ The server runs a `FederatedStrategy`, every client a `client_app`; both take th
 keeps its sum, and both survive being killed. See the page on Flower.
 """
 
+from torchpisa.federated.durable_files import DamagedFileError
 from torchpisa.federated.flower.checkpoint import InUseError
 from torchpisa.federated.flower.client import client_app
-from torchpisa.federated.flower.durable_files import DamagedFileError
 from torchpisa.federated.flower.privacy import GaussianNoise
 from torchpisa.federated.flower.records import arrays, load_arrays
 from torchpisa.federated.flower.screen import Screen

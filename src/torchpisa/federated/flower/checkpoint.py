@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchpisa.federated import durable_files
 from torchpisa.federated.algorithms.base import Algorithm, Fields, ServerState, Tensors
-from torchpisa.federated.flower import durable_files
 from torchpisa.federated.flower.screen import Sizes
 
 try:

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
+from torchpisa.federated import durable_files
 from torchpisa.federated.algorithms.base import Fields
-from torchpisa.federated.flower import durable_files
 from torchpisa.federated.flower.records import PayloadError, arrays_of, tensors_of
 
 __all__ = [

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import unquote
 
+from torchpisa.federated.durable_files import DamagedFileError
 from torchpisa.federated.flower import checkpoint as checkpoints
 from torchpisa.federated.flower.checkpoint import Checkpoint, InUseError
 from torchpisa.federated.flower.client_memory import training_folder
-from torchpisa.federated.flower.durable_files import DamagedFileError
 from torchpisa.federated.flower.ledger import without_contribution
 
 __all__ = ["main"]

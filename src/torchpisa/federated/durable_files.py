@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-__all__ = ["DamagedFileError", "generation", "load", "previous", "save"]
+__all__ = ["DamagedFileError", "generation", "load", "previous", "replace", "save"]
 
 _HEADER = "torchpisa-file 1 {digest:64} {generation:020d}\n"
 _HEADER_SIZE = len(_HEADER.format(digest="", generation=0))
@@ -61,7 +61,7 @@ def save(file: Path, value: Any, generation: int = 0) -> None:
         new.replace(file)
     finally:
         new.unlink(missing_ok=True)
-    _sync_folder(file.parent)
+    sync_folder(file.parent)
 
 
 def load(file: Path) -> dict[str, Any] | None:
@@ -138,8 +138,16 @@ def _keep_previous(file: Path) -> None:
     link.replace(previous(file))
 
 
-def _sync_folder(folder: Path) -> None:
-    # The name of a file belongs to its folder, which is written to disk separately.
+def replace(new: Path, file: Path) -> None:
+    """Put a written file in the place of another. Once this returns, it survives a crash."""
+    with new.open("rb+") as stream:
+        os.fsync(stream.fileno())
+    new.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to disk; the contents of a file are written separately."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
