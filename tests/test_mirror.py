@@ -12,7 +12,6 @@ PACKAGE = TESTS.parent / "src" / "torchpisa"
 ELSEWHERE = {
     # Seen only through what calls them, which compares whole runs.
     "algorithms/misa.py": "optim/test_misa.py",
-    "federated/clients/batched.py": "federated/test_simulation.py",
     "federated/clients/cuda_graphs.py": "federated/test_gpu.py",
     "federated/clients/data.py": "federated/test_simulation.py",
     "federated/clients/local_round.py": "federated/test_algorithms.py",
