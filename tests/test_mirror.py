@@ -12,6 +12,7 @@ PACKAGE = TESTS.parent / "src" / "torchpisa"
 ELSEWHERE = {
     # Seen only through what calls them, which compares whole runs.
     "algorithms/misa.py": "optim/test_misa.py",
+    "federated/durable_files.py": "federated/flower/test_durable_files.py",
     "federated/clients/cuda_graphs.py": "federated/test_gpu.py",
     "federated/clients/data.py": "federated/test_simulation.py",
     "federated/clients/local_round.py": "federated/test_algorithms.py",
@@ -54,6 +55,7 @@ TOGETHER = {
     "federated/algorithms/test_rivals.py": "rivals against their transcriptions",
     "federated/flower/test_attacks.py": "participants who lie",
     "federated/flower/test_deployment.py": "real processes",
+    "federated/flower/test_durable_files.py": "what is on disk, of clients and servers",
     "federated/flower/test_engine.py": "Flower's simulation",
     "federated/flower/test_imports.py": "without Flower",
     "federated/flower/test_recovery.py": "participants who are killed",
