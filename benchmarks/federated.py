@@ -10,9 +10,9 @@ round, clients at once against in turn.
 `--devices` has 10,000 clients of six images, 50 in a round, against 50 clients of six images, on
 one thread: SISA with one gradient of all local data, whose clients keep 8 bytes per parameter. Each
 case is a process of its own; they take turns round by round, so that whatever else the machine does
-affects all alike. What is counted comes after 200 rounds, in which every client has been once. Then
-199 clients of ten images and one of 5,000 with softmax regression: grouped by size, padded to the
-largest, and in turn.
+affects all alike, and "undisturbed" is the first decile of the rounds. What is counted comes after
+200 rounds, in which every client has been once. Then 199 clients of ten images and one of 5,000
+with softmax regression: grouped by size, padded to the largest, and in turn.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 from unittest import mock
 
@@ -190,8 +190,13 @@ def measure_devices(data: str | None, rounds: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, pipe in pipes.items():
         pipe.send(False)
-        wall, cpu = (median(column) for column in zip(*samples[name][WARM_UP:], strict=True))
-        result[name] = {"seconds": wall, "cpu_seconds": cpu, **pipe.recv()}
+        walls, cpus = zip(*samples[name][WARM_UP:], strict=True)
+        result[name] = {
+            "seconds": median(walls),
+            "seconds_undisturbed": quantiles(walls, n=10)[0],
+            "cpu_seconds": median(cpus),
+            **pipe.recv(),
+        }
     return {
         "versions": environment.versions(),
         "hardware": environment.hardware("cpu"),

@@ -223,6 +223,29 @@ def test_the_initial_memory_is_that_of_the_saved_run() -> None:
     assert torch.equal(flat(second.memory_of(4)["first"]), flat(dict(mlp().named_parameters())))
 
 
+def test_a_disk_that_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be written leaves the record before it in use."""
+    store = FileMemoryStore({"dual": {"x": torch.zeros(3)}}, tmp_path)
+
+    def save(client: int, value: float) -> None:
+        store.save([client], {"dual": {"x": torch.full((1, 3), value)}})
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    save(0, 1.0)
+    store.state_dict()
+    with monkeypatch.context() as patched:
+        patched.setattr(FileMemoryStore, "_write", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(0, 2.0)
+    store.release()
+    save(1, 3.0)
+    save(2, 4.0)
+    loaded = store.load([0, 1, 2, 3])["dual"]["x"]
+    assert loaded[:, 0].tolist() == [1.0, 3.0, 4.0, 0.0]
+
+
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_stores(on_disk: bool, tmp_path: Path) -> None:
     """Any dtypes and shapes, in any order of clients."""

@@ -45,7 +45,7 @@ class MemoryStore(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs, in this process or another."""
+        """Return what `load_state_dict` needs, in this process or another; to be copied."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class TensorMemoryStore:
         _assign(self._stacked, [self._slots[client] for client in clients], memories)
 
     def state_dict(self) -> dict[str, Any]:
-        used = tree_map(lambda t: t[: len(self._slots)].clone(), self._stacked)
+        used = tree_map(lambda t: t[: len(self._slots)], self._stacked)
         return {"initial": self._initial, "clients": list(self._slots), "memories": used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,7 +107,8 @@ class TensorMemoryStore:
         pass
 
     def _at(self, slots: list[int]) -> Fields:
-        return cast(Fields, tree_map(lambda t: t[_index(slots, t.device)], self._stacked))
+        index = _index(slots, self._stacked)
+        return cast(Fields, tree_map(lambda t: t[index], self._stacked))
 
     def _reserve(self, needed: int) -> None:
         if needed <= self._capacity:
@@ -170,10 +171,14 @@ class FileMemoryStore:
         for kind, name, column in self._columns(content):
             column.copy_(memories[kind][name].detach())
         for row, client in enumerate(clients):
-            slot, drawn = self._slot_for(client), secrets.randbits(63)
+            old = self._records[client][0] if client in self._records else None
+            slot = old if old is not None and old in self._fresh else self._free_slot()
+            drawn = secrets.randbits(63)
             record = content[row * self._size : (row + 1) * self._size]
             HEAD.pack_into(record, 0, client, drawn)
             self._write(self._position(slot), record)
+            if old is not None and old != slot:
+                self._retired.append(old)
             self._records[client] = slot, drawn
             self._fresh.add(slot)
 
@@ -227,12 +232,7 @@ class FileMemoryStore:
     def _position(self, slot: int) -> int:
         return FIRST_AT + slot * self._size
 
-    def _slot_for(self, client: int) -> int:
-        old = self._records.get(client)
-        if old is not None and old[0] in self._fresh:
-            return old[0]
-        if old is not None:
-            self._retired.append(old[0])
+    def _free_slot(self) -> int:
         if self._free:
             return self._free.pop()
         self._slots += 1
@@ -362,12 +362,14 @@ _in_use: WeakValueDictionary[str, FileMemoryStore] = WeakValueDictionary()
 """The stores of this process that have their file open, by its path."""
 
 
-def _index(rows: Sequence[int], device: torch.device) -> Tensor:
+def _index(rows: Sequence[int], fields: Fields) -> Tensor:
+    """Return rows as an index, on the device of the tensors."""
+    device = next((t.device for t in tree_leaves(fields)), None)
     return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
 
 
 def _assign(stacked: Fields, rows: Sequence[int], memories: Fields) -> None:
+    index = _index(rows, stacked)
     for kind, tensors in memories.items():
         for name, tensor in tensors.items():
-            target = stacked[kind][name]
-            target[_index(rows, target.device)] = tensor
+            stacked[kind][name][index] = tensor
