@@ -9,10 +9,10 @@ round, clients at once against in turn.
 
 `--devices` has 10,000 clients of six images, 50 in a round, against 50 clients of six images, on
 one thread: SISA with one gradient of all local data, whose clients keep 8 bytes per parameter. Each
-case is a process of its own; they take turns round by round, so that whatever else the machine does
-affects all alike, and "undisturbed" is the first decile of the rounds. What is counted comes after
-200 rounds, in which every client has been once. Then 199 clients of ten images and one of 5,000
-with softmax regression: grouped by size, padded to the largest, and in turn.
+case is a process of its own; they take turns round by round, in any order, so that whatever else
+the machine does affects all alike, and "undisturbed" is the first decile of the rounds. What is
+counted comes after 200 rounds, in which every client has been once. Then 199 clients of ten images
+and one of 5,000 with softmax regression: grouped by size, padded to the largest, and in turn.
 """
 
 import argparse
@@ -183,10 +183,11 @@ def measure_devices(data: str | None, rounds: int) -> dict[str, Any]:
     for name, case in CASES.items():
         pipes[name], end = context.Pipe()
         context.Process(target=run_case, args=(data, case, end), daemon=True).start()
-    for _ in range(WARM_UP + rounds):
-        for name, pipe in pipes.items():
-            pipe.send(True)
-            samples[name].append(pipe.recv())
+    for turn in range(WARM_UP + rounds):
+        # Shuffled, since the disk is still busy with what the case before has written.
+        for name in random.Random(turn).sample(list(CASES), len(CASES)):
+            pipes[name].send(True)
+            samples[name].append(pipes[name].recv())
     result: dict[str, Any] = {}
     for name, pipe in pipes.items():
         pipe.send(False)
