@@ -23,7 +23,7 @@ from tests.federated.flower.fake import (
     start,
     strategy,
 )
-from torchpisa.federated import MISA, SISA, FedAvg, FedNova, Scaffold, durable_files
+from torchpisa.federated import MISA, SISA, FedADMM, FedAvg, FedNova, Scaffold, durable_files
 from torchpisa.federated.flower import (
     NobodyTrainsError,
     Screen,
@@ -218,7 +218,9 @@ def test_screen_remembers_over_a_restart(tmp_path):
 # Taking a client's contribution back
 
 
-@pytest.mark.parametrize("algorithm", [SETTING, MISA(), Scaffold(lr=0.1), FedAvg(lr=0.1)])
+@pytest.mark.parametrize(
+    "algorithm", [SETTING, MISA(), Scaffold(lr=0.1), FedAvg(lr=0.1), FedADMM(lr=0.1, rho=1.0)]
+)
 @pytest.mark.parametrize("by", ["strategy", "command"])
 def test_evicted_client_leaves_nothing_behind(by, algorithm, tmp_path):
     kind = next(iter(algorithm.remember({"w": torch.zeros(1)})), None)
