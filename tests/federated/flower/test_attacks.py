@@ -23,7 +23,16 @@ from tests.federated.flower.fake import (
     start,
     strategy,
 )
-from torchpisa.federated import MISA, SISA, FedADMM, FedAvg, FedNova, Scaffold, durable_files
+from torchpisa.federated import (
+    MISA,
+    SISA,
+    FedADMM,
+    FedAvg,
+    FedNova,
+    RobustSelection,
+    Scaffold,
+    durable_files,
+)
 from torchpisa.federated.flower import (
     NobodyTrainsError,
     Screen,
@@ -191,6 +200,32 @@ def test_lies_within_the_limit_do_not_add_up(algorithm, factor):
     liar = norms.pop("3")
     assert liar <= 1.01 * Screen().largest * max(norms.values())
     assert any("3" in entry.rejected for entry in server.rounds)
+
+
+@pytest.mark.parametrize("algorithm", [SETTING, FedAvg(lr=0.1)])
+def test_a_liar_within_the_limits_of_size_is_rejected_as_an_outlier(algorithm, tmp_path):
+    """The sign is wrong, the size passes the screen; the server's sum stays its clients'."""
+    grid = federation(tmp_path / "clients", 8, algorithm)
+    trick = times(-2.5, "delta") if algorithm is SETTING else times(-1.9, "moved")
+    grid.tricks[4] = lying(trick)
+    server = strategy(clients=8, algorithm=algorithm, robust=RobustSelection())
+    start(grid, server, 6)
+    outlier = [entry.rejected.get("4", "") for entry in server.rounds]
+    assert any("from the geometric median of all" in reason for reason in outlier)
+    if algorithm is SETTING:
+        assert imbalance(server, tmp_path / "clients") < 1e-6
+
+
+def test_an_outlier_loses_what_it_had_contributed(tmp_path):
+    """Honest in two rounds, then not: after three rejections its dual leaves the sum."""
+    grid = federation(tmp_path / "clients", 8)
+    grid.tricks[4] = lying(times(-2.9), range(2, 8))
+    server = strategy(clients=8, robust=RobustSelection(), screen=Screen(largest=1e3))
+    start(grid, server, 7)
+    assert [number for number, entry in enumerate(server.rounds) if "4" in entry.present] == [0, 1]
+    assert server.clients["4"].life == 1
+    assert "4" not in server._ledger.sums
+    assert imbalance(server, tmp_path / "clients") < 1e-6
 
 
 @pytest.mark.parametrize("clients", [1, 2])
