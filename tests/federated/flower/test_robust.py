@@ -3,19 +3,18 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks import robust as script
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("story", ["scaling", "sign flip", "label flip", "replay", "counts"])
-def test_one_malicious_client_of_ten_with_like_data(story, monkeypatch):
-    """It costs at most two points, where the plain sum loses more; the other rules are below."""
-    monkeypatch.setattr(script, "ROUNDS", 30)
-    honest = script.run("iid", "SISA", "honest nine", "plain sum")["accuracy"]
-    assert script.run("iid", "SISA", story, "geometric median")["accuracy"] >= honest - 2
+def test_one_malicious_client_of_ten_with_like_data(monkeypatch):
+    """It costs at most two points. The other rules and the plain sum are in the results."""
+    monkeypatch.setattr(script, "ROUNDS", 25)
+    without_it = script.run("iid", "SISA", "honest nine", "plain sum")["accuracy"]
+    stories = ("scaling", "sign flip", "label flip", "replay", "counts")
+    found = {s: script.run("iid", "SISA", s, "geometric median")["accuracy"] for s in stories}
+    assert min(found.values()) >= without_it - 2, found
 
 
 def test_the_page_has_the_table_of_the_results():
