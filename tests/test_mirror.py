@@ -59,6 +59,7 @@ TOGETHER = {
     "federated/flower/test_engine.py": "Flower's simulation",
     "federated/flower/test_imports.py": "without Flower",
     "federated/flower/test_recovery.py": "participants who are killed",
+    "federated/flower/test_robust.py": "trainings with a malicious client",
     "federated/test_largest_sigma.py": "penalties at the end of their range",
     "kernels/test_range.py": "likewise, in every kernel",
     "kernels/test_versions.py": "what autograd hears of, from every kernel",

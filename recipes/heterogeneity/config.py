@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,18 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "fedsgd": Choice({"lr": 1.0}),
         "sisa": Choice({"sigma": 2.0, "rho": 100.0, "beta": 0.999}),
         "misa": Choice({"sigma": 0.1, "rho": 10.0}),  # the defaults
-        **{name: replace(_START[name], epochs=1) for name in RIVALS if _START[name].epochs},
-        "server_muon": _START["server_muon"],
+        # The best of nine trials each, 100 rounds.
+        "scaffold_warm": Choice({"lr": 0.3, "server_lr": 5.0, "warm_start": True}, epochs=1),
+        "fedavgm": Choice({"lr": 0.3, "server_momentum": 0.9}, epochs=1),
+        "fedadagrad": Choice({"lr": 0.1, "server_lr": 0.1}, epochs=1),
+        "fedadam": Choice({"lr": 0.3, "server_lr": 0.1}, epochs=1),
+        "fedyogi": Choice({"lr": 0.3, "server_lr": 0.1}, epochs=1),
+        "feddyn": Choice({"lr": 0.3, "alpha": 0.1}, epochs=1),
+        "fedpd": Choice({"lr": 0.3, "eta": 1.0}, epochs=1),
+        "fedadmm": Choice({"lr": 0.3, "rho": 0.1}, epochs=1),
+        "fedadmm_adaptive": Choice({"lr": 0.3, "rho": 0.01}, epochs=1),
+        "fedmuon": Choice({"lr": 0.003, "alpha": 0.3}, epochs=1),
+        "server_muon": Choice({"server_lr": 0.08, "vector_lr": 0.01}),
     },
 }
 TUNING = Path(__file__).with_name("tuning.json")

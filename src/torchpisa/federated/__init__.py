@@ -21,6 +21,7 @@ from torchpisa.federated.algorithms import (
     FedPD,
     FedProx,
     FedYogi,
+    RobustSelection,
     Scaffold,
     ServerMuon,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "FullGradient",
     "LognormalDelay",
     "Minibatches",
+    "RobustSelection",
     "Scaffold",
     "ServerMuon",
     "Simulation",

@@ -23,7 +23,16 @@ from tests.federated.flower.fake import (
     start,
     strategy,
 )
-from torchpisa.federated import MISA, SISA, FedAvg, FedNova, Scaffold, durable_files
+from torchpisa.federated import (
+    MISA,
+    SISA,
+    FedADMM,
+    FedAvg,
+    FedNova,
+    RobustSelection,
+    Scaffold,
+    durable_files,
+)
 from torchpisa.federated.flower import (
     NobodyTrainsError,
     Screen,
@@ -193,6 +202,32 @@ def test_lies_within_the_limit_do_not_add_up(algorithm, factor):
     assert any("3" in entry.rejected for entry in server.rounds)
 
 
+@pytest.mark.parametrize("algorithm", [SETTING, FedAvg(lr=0.1)])
+def test_a_liar_within_the_limits_of_size_is_rejected_as_an_outlier(algorithm, tmp_path):
+    """The sign is wrong, the size passes the screen; the server's sum stays its clients'."""
+    grid = federation(tmp_path / "clients", 8, algorithm)
+    trick = times(-2.5, "delta") if algorithm is SETTING else times(-1.9, "moved")
+    grid.tricks[4] = lying(trick)
+    server = strategy(clients=8, algorithm=algorithm, robust=RobustSelection())
+    start(grid, server, 6)
+    outlier = [entry.rejected.get("4", "") for entry in server.rounds]
+    assert any("from the geometric median of all" in reason for reason in outlier)
+    if algorithm is SETTING:
+        assert imbalance(server, tmp_path / "clients") < 1e-6
+
+
+def test_an_outlier_loses_what_it_had_contributed(tmp_path):
+    """Honest in two rounds, then not: after three rejections its dual leaves the sum."""
+    grid = federation(tmp_path / "clients", 8)
+    grid.tricks[4] = lying(times(-2.9), range(2, 8))
+    server = strategy(clients=8, robust=RobustSelection(), screen=Screen(largest=1e3))
+    start(grid, server, 7)
+    assert [number for number, entry in enumerate(server.rounds) if "4" in entry.present] == [0, 1]
+    assert server.clients["4"].life == 1
+    assert "4" not in server._ledger.sums
+    assert imbalance(server, tmp_path / "clients") < 1e-6
+
+
 @pytest.mark.parametrize("clients", [1, 2])
 def test_first_reply_has_a_bound(clients):
     """With nothing to compare with, too."""
@@ -218,7 +253,9 @@ def test_screen_remembers_over_a_restart(tmp_path):
 # Taking a client's contribution back
 
 
-@pytest.mark.parametrize("algorithm", [SETTING, MISA(), Scaffold(lr=0.1), FedAvg(lr=0.1)])
+@pytest.mark.parametrize(
+    "algorithm", [SETTING, MISA(), Scaffold(lr=0.1), FedAvg(lr=0.1), FedADMM(lr=0.1, rho=1.0)]
+)
 @pytest.mark.parametrize("by", ["strategy", "command"])
 def test_evicted_client_leaves_nothing_behind(by, algorithm, tmp_path):
     kind = next(iter(algorithm.remember({"w": torch.zeros(1)})), None)

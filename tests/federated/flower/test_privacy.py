@@ -24,9 +24,10 @@ from tests.federated.flower.fake import (
     start,
     strategy,
 )
-from torchpisa.federated import FedAvg, Scaffold
+from torchpisa.federated import FedADMM, FedAvg, Scaffold
 from torchpisa.federated.flower import (
     GaussianNoise,
+    NobodyTrainsError,
     arrays,
 )
 
@@ -78,6 +79,13 @@ def test_blurred_updates_keep_the_sum(algorithm, tmp_path):
     assert not torch.equal(server.server.weights[name], plain.server.weights[name])
     if kind is not None:
         assert imbalance(server, tmp_path, kind) < 1e-5
+
+
+def test_noise_is_refused_where_updates_hold_weights():
+    algorithm = FedADMM(lr=0.1, rho=1.0)
+    grid = federation(None, algorithm=algorithm, privacy=GaussianNoise(0.05, 0.1))
+    with pytest.raises(NobodyTrainsError, match="whose updates can be clipped, got FedADMM"):
+        start(grid, strategy(algorithm=algorithm))
 
 
 def test_clip_and_noise():

@@ -7,6 +7,7 @@ from torchpisa.federated.algorithms.feddyn import FedDyn
 from torchpisa.federated.algorithms.fedmuon import FedMuon
 from torchpisa.federated.algorithms.fedpd import FedPD
 from torchpisa.federated.algorithms.pisa import MISA, PISA, SISA
+from torchpisa.federated.algorithms.robust import RobustSelection
 from torchpisa.federated.algorithms.server_optimizers import (
     FedAdagrad,
     FedAdam,
@@ -34,6 +35,7 @@ __all__ = [
     "FedYogi",
     "Fields",
     "Message",
+    "RobustSelection",
     "Scaffold",
     "ServerMuon",
     "ServerState",

@@ -195,6 +195,11 @@ class Algorithm(ABC):
         return True
 
     @property
+    def clippable(self) -> bool:
+        """Return True if scaling an update down makes a smaller step of the same kind."""
+        return True
+
+    @property
     def needs_loss(self) -> bool:
         """Return True if every local step must be preceded by a call of `observe`."""
         return False

@@ -59,6 +59,10 @@ class FedADMM(LocalSGD):
     def starts_at_weights(self) -> bool:
         return self.start_from == "server"
 
+    @property
+    def clippable(self) -> bool:
+        return False  # the first update of a client holds its weights
+
     # The server: N = sum of alpha_i (rho_i w_i + y_i), with the sum of alpha_i rho_i and the share
     # of those clients that were ever present. The others count with rho and the first weights.
 

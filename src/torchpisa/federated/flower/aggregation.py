@@ -9,7 +9,8 @@ import flwr.app
 import torch
 from flwr.app import MetricRecord
 
-from torchpisa.federated.algorithms.base import Algorithm, Message, ServerState, add
+from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, add
+from torchpisa.federated.algorithms.robust import RobustSelection
 from torchpisa.federated.flower.exchange import NOT_ANSWERED, TOO_LARGE
 from torchpisa.federated.flower.ledger import Ledger
 from torchpisa.federated.flower.records import (
@@ -58,6 +59,7 @@ class RoundAggregation:
         samples: of every client.
         seed: of the training.
         ledger: where updates that were taken are entered, if anywhere.
+        robust: rejects updates that are far from the others, once all have arrived.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class RoundAggregation:
         samples: Mapping[str, int],
         seed: int = 0,
         ledger: Ledger | None = None,
+        robust: RobustSelection | None = None,
     ) -> None:
         self.present: list[str] = []
         self.rejected: dict[str, str] = {}
         self.oversized: set[str] = set()
+        self.outliers: dict[str, str] = {}
         self._template = update_template(algorithm, server)
         self._scale = weight_scale(server)
         self._algorithm = algorithm
@@ -81,6 +85,8 @@ class RoundAggregation:
         self._shares = {name: n / sum(samples.values()) for name, n in samples.items()}
         self._seed = seed
         self._ledger = ledger
+        self._robust = robust
+        self._standings: dict[str, Fields] = {}
         self._total: Message | None = None
         self._sizes: dict[str, Sizes] = {}
         self._held_back: dict[str, Message] = {}
@@ -114,10 +120,12 @@ class RoundAggregation:
         known = {} if self._ledger is None else self._ledger.sums.get(name, {})
         standing = self._algorithm.standing(self._server, update, known, self._local_steps(name))
         self._sizes[name] = norms(standing)
-        if self._screen.has_history:
-            self._screen_and_add(name, update)
-        else:
+        if self._robust is not None:
+            self._standings[name] = standing
+        if self._robust is not None or not self._screen.has_history:
             self._held_back[name] = update
+        elif self._passes_screen(name):
+            self._add(name, update)
 
     def _read_update(self, name: str, content: flwr.app.RecordDict) -> Message:
         answered, sender = read_entry(content, "iteration", int), read_entry(content, "name", str)
@@ -162,12 +170,14 @@ class RoundAggregation:
         for key in ("gradients", "samples"):
             self.metrics[key] += max(0, int(read_entry(content, key, int)))
 
-    def _screen_and_add(self, name: str, update: Message) -> None:
+    def _passes_screen(self, name: str) -> bool:
         seen = list(self._sizes.values())
         complaint = self._screen.complaint(self._sizes[name], seen, self._scale)
         if complaint is not None:
             self._reject(name, complaint)
-            return
+        return complaint is None
+
+    def _add(self, name: str, update: Message) -> None:
         double = Message(
             {
                 kind: {key: tensor.double() for key, tensor in tensors.items()}
@@ -186,9 +196,17 @@ class RoundAggregation:
 
     def close(self) -> tuple[Message | None, float]:
         """Return the sum of the accepted updates times their shares, and the sum of the shares."""
-        for name, update in self._held_back.items():
-            self._screen_and_add(name, update)
+        passed = [name for name in self._held_back if self._passes_screen(name)]
+        if self._robust is not None:
+            standings = {name: self._standings[name] for name in passed}
+            self.outliers = self._robust.rejected(standings)
+        for name in passed:
+            if name in self.outliers:
+                self._reject(name, self.outliers[name])
+            else:
+                self._add(name, self._held_back[name])
         self._held_back.clear()
+        self._standings.clear()
         self._screen.close(list(self._sizes.values()))
         share = sum(self._shares[name] for name in self.present)
         if self._total is None:

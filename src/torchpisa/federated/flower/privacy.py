@@ -68,6 +68,12 @@ class GaussianNoise:
             old: its memory before the round.
             new: its memory after the round.
         """
+        if not algorithm.clippable:
+            raise ValueError(
+                "algorithm must be one whose updates can be clipped, got "
+                f"{type(algorithm).__name__}: the first update of a client holds its weights. Use "
+                "FedDyn, FedPD or PISA with privacy=GaussianNoise(clip, noise)"
+            )
         sent = self.apply(update)
         moved = {
             kind: {name: old[kind][name] + tensor for name, tensor in field.items()}

@@ -25,6 +25,7 @@ from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
 from torchpisa.federated.algorithms import base
 from torchpisa.federated.algorithms.base import Algorithm, ServerState, Tensors
+from torchpisa.federated.algorithms.robust import RobustSelection
 from torchpisa.federated.flower import checkpoint as checkpoints
 from torchpisa.federated.flower.aggregation import Round, RoundAggregation, weighted_mean
 from torchpisa.federated.flower.checkpoint import Checkpoint
@@ -75,6 +76,8 @@ class FederatedStrategy(Strategy):
         participation: the share of the clients that is drawn for every round, at least one.
         seed: decides how clients shuffle their data and who takes part.
         screen: what is too large to be an update.
+        robust: reject updates that are far from those of the others, whatever their size; see
+            `torchpisa.federated.RobustSelection`. The server then holds all updates of a round.
         samples: how many samples each client has, by name. Other clients are not let in, and what
             clients say themselves is ignored. Without it they are believed, within `max_share`.
         max_share: the largest part of all samples that one client may claim to have, where there
@@ -104,6 +107,7 @@ class FederatedStrategy(Strategy):
         participation: float = 1.0,
         seed: int = 0,
         screen: Screen | None = None,
+        robust: RobustSelection | None = None,
         samples: Mapping[str, int] | None = None,
         max_share: float = 0.5,
         bind_names: bool = True,
@@ -131,6 +135,7 @@ class FederatedStrategy(Strategy):
         # Without a ledger only the change of a dual can be measured, which is large for a newcomer.
         default = Screen() if ledger else Screen(largest=1e3)
         self._screen = default if screen is None else screen
+        self._robust = robust
         self._evaluate = evaluate
         self._poll = poll
         self._training = uuid.uuid4().hex
@@ -146,6 +151,7 @@ class FederatedStrategy(Strategy):
         self._bytes_down = 0
         self._attempt = 0  # how often the open round was tried before
         self._strikes: dict[str, int] = {}
+        self._outlier_rounds: dict[str, int] = {}  # rounds in a row, by client
         self._low_rounds = 0  # rounds in a row with a low share of the samples
 
     @property
@@ -404,7 +410,13 @@ class FederatedStrategy(Strategy):
             raise RuntimeError("aggregate_train() comes after configure_train()")
         samples = {name: client.samples for name, client in self.clients.items()}
         aggregation = RoundAggregation(
-            self.algorithm, self._opened, self._screen, samples, self._seed, self._ledger
+            self.algorithm,
+            self._opened,
+            self._screen,
+            samples,
+            self._seed,
+            self._ledger,
+            self._robust,
         )
         for reply in replies:
             name = self._sender(reply)
@@ -422,6 +434,7 @@ class FederatedStrategy(Strategy):
         self._opened = None
         absent = self._roster.absent(self._chosen, aggregation.present)
         self._put_oversized_aside(aggregation)
+        self._withdraw_outliers(aggregation)
         self._warn_of_low_share(server_round, share, absent)
         self.rounds.append(
             Round(server_round, sorted(aggregation.present), absent, aggregation.rejected)
@@ -435,6 +448,17 @@ class FederatedStrategy(Strategy):
             **aggregation.metrics,
         }
         return arrays_of(self.server.weights), MetricRecord(metrics)
+
+    def _withdraw_outliers(self, aggregation: RoundAggregation) -> None:
+        """Restart clients that were outliers several times in a row."""
+        for name in aggregation.present:
+            self._outlier_rounds.pop(name, None)
+        for name in aggregation.outliers:
+            self._outlier_rounds[name] = self._outlier_rounds.get(name, 0) + 1
+            contributed = self.clients[name].accepted >= 0 and self.server.memory
+            late = self._robust is not None and self._outlier_rounds[name] >= self._robust.patience
+            if contributed and late and self._ledger is not None:
+                self.restart(name)
 
     def _put_oversized_aside(self, aggregation: RoundAggregation) -> None:
         """Stop asking clients whose answers were oversized several times in a row."""
