@@ -125,8 +125,11 @@ def _trace(training: Training, tries: int = 5) -> overlap.Timeline:
     """Return the step of median length of several, as the first rank saw it."""
     for _ in range(2):
         training.step()
-    timelines = [overlap.timeline(overlap.profiled(training, 1)) for _ in range(tries)]
-    return sorted(timelines, key=lambda times: times["total"])[tries // 2]
+    recorded = [overlap.profiled(training, 1) for _ in range(tries)]  # as often on every rank
+    timelines = [overlap.timeline(events) for events in recorded if overlap.is_complete(events)]
+    if not timelines:
+        raise RuntimeError(f"none of {tries} steps was recorded to its end")
+    return sorted(timelines, key=lambda times: times["total"])[len(timelines) // 2]
 
 
 def _all_reduces(sizes: list[int], turns: int = 7) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.distributed.training import BACKWARD, FORWARD, LOCAL, STEP, Training
 from benchmarks.stopwatch import quiet
 
-__all__ = ["Timeline", "collectives", "profiled", "timeline", "waited_ms"]
+__all__ = ["Timeline", "collectives", "is_complete", "profiled", "timeline", "waited_ms"]
 
 Span = tuple[float, float]
 Timeline = dict[str, Any]
@@ -16,6 +16,8 @@ Timeline = dict[str, Any]
 ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 # Between two operations the host is busy with Python; what is longer is waiting.
 PAUSE_MS = 0.2
+# An all-reduce, as the thread that trains and as gloo's threads record it.
+CALL, SUM = "c10d::allreduce_", "gloo:all_reduce"
 
 
 def profiled(training: Training, steps: int) -> list[Any]:
@@ -42,6 +44,15 @@ def _bytes(event: Any) -> int:
     return total
 
 
+def is_complete(events: list[Any]) -> bool:
+    """Return whether every all-reduce that was called was recorded to its end.
+
+    A thread of gloo may note the end of the last one when the recording is over.
+    """
+    names = [event.name() for event in events]
+    return names.count(CALL) == names.count(SUM)
+
+
 def timeline(events: list[Any]) -> Timeline:
     """Return spans in milliseconds from the start of one step.
 
@@ -55,8 +66,8 @@ def timeline(events: list[Any]) -> Timeline:
         return sorted(_span(event, zero) for event in events if event.name() in names)
 
     forward, backward, local, step = (spans(name) for name in (FORWARD, BACKWARD, LOCAL, STEP))
-    calls = spans("c10d::allreduce_")
-    sums = sorted((e for e in events if e.name() == "gloo:all_reduce"), key=lambda e: e.start_ns())
+    calls = spans(CALL)
+    sums = sorted((e for e in events if e.name() == SUM), key=lambda e: e.start_ns())
     flights = [
         {"called": call, "begun": begun, "done": done, "bytes": _bytes(event)}
         for (call, _), event in zip(calls, sums, strict=True)

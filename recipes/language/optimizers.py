@@ -220,12 +220,12 @@ def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
         ImportError: this machine lacks what it needs.
     """
     check_name(choice.name)
-    reason = missing_requirement(choice)
-    if reason is not None:
-        raise ImportError(reason)
     legal = ("adamw", "misa") if choice.name == "muon" else ("adamw", "own")
     if choice.rest not in legal:
         raise ValueError(f"rest must be {' or '.join(map(repr, legal))}, got {choice.rest!r}")
+    reason = missing_requirement(choice)
+    if reason is not None:
+        raise ImportError(reason)
     return BUILDERS[choice.name](choice, model, batches)
 
 

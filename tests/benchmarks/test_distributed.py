@@ -211,3 +211,16 @@ def test_bad_options_are_refused(
     with pytest.raises(SystemExit):
         command.main(options)
     assert message in capsys.readouterr().err
+
+
+class Recorded:
+    """An event of a profile, as far as it is asked for its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = lambda: name
+
+
+def test_a_step_whose_last_all_reduce_was_not_recorded_does_not_count() -> None:
+    names = ["c10d::allreduce_", "gloo:all_reduce", "c10d::allreduce_"]
+    assert not overlap.is_complete([Recorded(name) for name in names])
+    assert overlap.is_complete([Recorded(name) for name in names[:2]])
