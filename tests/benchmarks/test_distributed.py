@@ -22,6 +22,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ATTACHED = "torchpisa SISA, attach"
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 loses events of gloo's threads")
 def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it in one test, because workers that share tests would each start processes."""
     file = tmp_path / "distributed.json"
