@@ -180,6 +180,23 @@ def test_blocks_must_fit(shape: tuple[int, ...], blocks: int) -> None:
     MISA([{"params": [vector], "blocks": blocks}])  # it has no rows to divide
 
 
+@over_paths
+def test_blocks_written_into_a_group_must_fit(foreach: bool) -> None:
+    """Before anything has changed."""
+    matrices = [nn.Parameter(torch.ones(12, 5)), nn.Parameter(torch.ones(10, 5))]
+    opt = MISA(matrices, blocks=2, foreach=foreach)
+    opt.param_groups[0]["blocks"] = 3
+    for p in matrices:
+        p.grad = torch.randn_like(p)
+    with pytest.raises(
+        ValueError, match=r"blocks must divide .*, got 3 for one of shape \(10, 5\)"
+    ):
+        opt.step()
+    for p in matrices:
+        assert torch.equal(p.detach(), torch.ones_like(p))
+        assert not opt.state[p]["dual"].any()
+
+
 def test_a_negative_lr_written_by_a_scheduler_is_refused() -> None:
     """In any group, and before another one has moved."""
     first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))

@@ -215,6 +215,8 @@ class MISA(RoundOptimizer):
                 grad = member.grad if sums is None else sums[id(member.origin)]
                 assert grad is not None
                 matrix, decays = "moment" not in member.state, member.origin.dim() > 1
+                if matrix and group["blocks"] > 1:  # it may have been written since
+                    _check_blocks(member.origin, group["blocks"])
                 dtypes = param.dtype, dual.dtype, grad.dtype
                 kind = number, matrix, decays, param.get_device(), dtypes, member.whole is None
                 job = jobs.get(kind)
