@@ -264,6 +264,7 @@ def test_whole_training_step_in_a_graph(cls):
     for _ in range(11):
         step(eager, plain)
     opt = cls(graphed.parameters(), capturable=True)
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step(graphed, opt)

@@ -161,14 +161,14 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         sigma, residuals = _follow(job, members, keys, cut, counts)
         ratios = job.rho / sigma
         if move is not None:
-            scales = _listed(move.scale(sigma))
+            scales = _listed(move.scale(sigma), dtype)
     else:
         ratios = job.rho / job.sigma
         if move is not None:
             scales = move.scale()
     factors = None
     if isinstance(rule, SecondMoment):
-        factors = _root_factors(rule, ratios, counts)
+        factors = _root_factors(rule, ratios, counts, dtype)
     for indexes, (ws, stored, grads, *others) in cut:
         pis = stored if stored[0].dtype == dtype else like(stored, dtype)
         rs = _residuals(job, pis, grads) if residuals is None else residuals
@@ -208,13 +208,16 @@ class _RootFactors(NamedTuple):
     cap: Any
 
 
-def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
+def _root_factors(
+    rule: SecondMoment, ratios: Any, counts: Any, dtype: torch.dtype
+) -> _RootFactors:
     """Return delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)) in terms of the uncorrected root.
 
     Args:
         rule: the preconditioner.
         ratios: rho / sigma, a number or a tensor with one for each parameter.
         counts: how often moments were updated: a number, or a list with one for each parameter.
+        dtype: of the roots.
     """
     # The bias correction of Scheme III goes into the numbers instead of over the tensors.
     adam = rule.scheme == "adam"
@@ -223,9 +226,11 @@ def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
         steps = _in_one_tensor(counts, ratios)
         correction = (1 - rule.beta**steps) ** 0.5 if adam else 1.0
         return _RootFactors(
-            scale=_listed(-ratios / correction),
-            shift=-1.0 if rule.eps == 0 else _listed(-(1 + ratios * rule.eps)),
-            cap=None if rule.eta == math.inf else _listed(rule.eta * correction + 0 * ratios),
+            scale=_listed(-ratios / correction, dtype),
+            shift=-1.0 if rule.eps == 0 else _listed(-(1 + ratios * rule.eps), dtype),
+            cap=None
+            if rule.eta == math.inf
+            else _listed(rule.eta * correction + 0 * ratios, dtype),
         )
     shift = -(1 + ratios * rule.eps)
     if not isinstance(counts, list) or not adam:
@@ -246,9 +251,12 @@ def _in_one_tensor(counts: Any, like_this: Tensor) -> Any:
     return torch.stack([like_this.new_full((), count) for count in counts])
 
 
-def _listed(numbers: Any) -> list[Any]:
-    """Return the numbers of a tensor as foreach takes them, without waiting for a device."""
-    return list(numbers.unbind())
+def _listed(numbers: Any, dtype: torch.dtype) -> list[Any]:
+    """Return the numbers of a tensor as foreach takes them, without waiting for a device.
+
+    In the dtype of what they are combined with, so that foreach need not convert each of them.
+    """
+    return list(numbers.to(dtype).unbind())
 
 
 def _picked(values: Any, indexes: Sequence[int]) -> Any:
@@ -586,7 +594,9 @@ def _move(
         if isinstance(scales, Tensor):
             scales = scales.to(ws[0].device)
         elif isinstance(scales[0], Tensor):
-            scales = [scale.to(ws[0].device, ws[0].dtype) for scale in scales]
+            device, dtype = ws[0].device, ws[0].dtype
+            if scales[0].device != device or scales[0].dtype != dtype:
+                scales = [scale.to(device, dtype) for scale in scales]
         scales = scalars(scales, ws[0])
         if ours:
             torch._foreach_mul_(totals, scales)
