@@ -184,7 +184,10 @@ def read_resource_options(
 
 
 def make_parser(name: str, recipe: Recipe) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"python -m recipes {name}", description=recipe.title)
+    others = f"Other commands: {', '.join(recipe.commands)}." if recipe.commands else None
+    parser = argparse.ArgumentParser(
+        f"python -m recipes {name}", description=recipe.title, epilog=others
+    )
     presets = list(recipe.presets)
     parser.add_argument("--preset", choices=presets, default=presets[0])
     parser.add_argument("--seed", type=int, help="default: the preset's")
@@ -225,6 +228,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         wants_list = name in ("", "-h", "--help")
         sys.exit(0 if wants_list else f"\nNAME must be one of these, got {name!r}")
     recipe = RECIPES[name]
+    if words and words[0] in recipe.commands:
+        recipe.commands[words[0]](words[1:])
+        return
     parser = make_parser(name, recipe)
     args = parser.parse_args(words)
     options = read_resource_options(parser, args, recipe.options)

@@ -2,8 +2,8 @@
 
 import dataclasses
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Recipe:
         packages: packages, besides torch and torchpisa, whose versions the results depend on.
         add_arguments: adds options of the recipe to its command.
         configure: returns a preset, changed by these options.
+        commands: other commands by name, each called with the words that follow it:
+            `python -m recipes RECIPE NAME ...`.
     """
 
     title: str
@@ -74,10 +76,11 @@ class Recipe:
     packages: tuple[str, ...] = ()
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
     configure: Callable[[Any, Namespace], Any] = lambda config, args: config
+    commands: Mapping[str, Callable[[Sequence[str]], None]] = field(default_factory=dict)
 
 
 def shared_settings(config: Any, settings: type[Any]) -> dict[str, Any]:
     """Return the fields of a configuration that the settings of its runs have, too."""
-    names = {field.name for field in dataclasses.fields(config)}
-    fields = (field.name for field in dataclasses.fields(settings))
+    names = {entry.name for entry in dataclasses.fields(config)}
+    fields = (entry.name for entry in dataclasses.fields(settings))
     return {name: getattr(config, name) for name in fields if name in names}
