@@ -151,6 +151,10 @@ def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence
         parser.add_argument(
             "--checkpoints", type=Path, help="folder to save unfinished runs in; default: none"
         )
+    if "save_weights" in option_names:
+        parser.add_argument(
+            "--save-weights", type=Path, help="folder for the weights of runs; default: none"
+        )
     if "samples" in option_names:
         parser.add_argument("--samples", type=Path, help="folder for pictures; default: none")
     if "inception" in option_names:

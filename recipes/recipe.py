@@ -39,8 +39,8 @@ class Recipe:
             module.
         check: compares the results with the paper's statements.
         draw: draws the results into a file.
-        options: those of `device`, `data`, `compile`, `checkpoints`, `samples` and `inception` that
-            `run` takes by keyword.
+        options: those of `device`, `data`, `compile`, `checkpoints`, `save_weights`, `samples` and
+            `inception` that `run` takes by keyword.
         require_data: raises FileNotFoundError, before anything is run, if data for these settings
             is missing; takes the options too.
         missing_requirement: returns why a run cannot be done on this machine, such as a library

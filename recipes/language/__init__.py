@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.language import check, figure, report, stages
+from recipes.language import check, figure, memory, report, stages
 from recipes.language.config import PRESETS, plan
 from recipes.language.results import condense
 from recipes.language.run import missing_requirement, require_data, run
@@ -33,9 +33,10 @@ RECIPE = Recipe(
     run=run,
     check=check_results,
     draw=draw_results,
-    options=("device", "data", "compile", "checkpoints"),
+    options=("device", "data", "compile", "checkpoints", "save_weights"),
     require_data=require_data,
     missing_requirement=missing_requirement,
     condense=condense,
     report=report_results,
+    commands={"memory": memory.main},
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipes.language import reference
-from recipes.language.model import SIZES
+from recipes.language.model import sizes_of
 from recipes.language.results import best, by_optimizer, loss_at, muon, title
 from recipes.recipe import Check, Results
 
@@ -24,7 +24,7 @@ def check(results: Results) -> list[Check]:
 
 
 def check_learning(results: Results, runs: list[dict[str, Any]]) -> Iterator[Check]:
-    goal = QUICK_SHARE * math.log(SIZES[results["config"]["model"]].vocabulary)
+    goal = QUICK_SHARE * math.log(sizes_of(results["config"]["model"]).vocabulary)
     for trials in by_optimizer(results).values():
         best_run = best(trials)
         yield Check(

@@ -1,14 +1,21 @@
 """The presets and their runs; every trial of every optimizer is named here."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from recipes import grid
+from recipes.language.model import SIZES
 from recipes.language.optimizers import Choice, choose
 from recipes.recipe import shared_settings
 
-__all__ = ["PRESETS", "Config", "Settings", "Trial", "label", "plan"]
+__all__ = ["CHANGES", "CHOSEN", "PRESETS", "Config", "Settings", "Trial", "finalist", "label"]
+__all__ += ["plan"]
+
+CHOSEN = Path(__file__).with_name("chosen.json")
+"""The changes that `recipes.language.choose` chose after the trials, by optimizer."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,8 @@ class Trial:
         tried: how many settings were tried to find this one, itself included; the report adds
             them up.
         seed: of the first weights; None for the configuration's.
+        model: in place of the configuration's; None for that.
+        change: which of `CHANGES` it tries.
     """
 
     choice: Choice
@@ -30,6 +39,8 @@ class Trial:
     batches: int = 1
     tried: int = 1
     seed: int | None = None
+    model: str | None = None
+    change: str | None = None
 
 
 def trial(
@@ -38,11 +49,14 @@ def trial(
     label: str = "",
     tried: int = 1,
     seed: int | None = None,
+    model: str | None = None,
+    change: str | None = None,
     **settings: Any,
 ) -> Trial:
     """Return the defaults of an optimizer with some settings changed, which make the label."""
     choice = choose(name, **settings)
-    return Trial(choice, label or name_of(name, settings), batches, tried, seed)
+    named = label or name_of(name, settings)
+    return Trial(choice, named, batches, tried, seed, model, change)
 
 
 def name_of(name: str, settings: Mapping[str, Any]) -> str:
@@ -55,18 +69,20 @@ class Config:
     """Settings that all runs share.
 
     Attributes:
-        model: one of `recipes.language.model.SIZES`.
+        model: one of `recipes.language.model.NAMES`.
         tokens: one of `recipes.language.tokens.SOURCES`.
         trials: of the optimizers.
         steps: rounds; the weights change once in each.
         sequences: of a step, all batches together.
         micro: sequences of a forward pass, or 0 for as many as memory has room for. Losses depend
             on it by rounding only.
-        validation: sequences to validate on, the first of the validation tokens.
+        validation: sequences to validate on, the first of the validation tokens. The last weights
+            are tested on as many of the next, or all there are.
         validate_every: steps from one validation to the next.
         log_every: steps from one line of the log to the next.
         save_every: steps between checkpoints, a multiple of `log_every`, where they are asked for.
         seed: of the first weights. The tokens come in the same order for every seed.
+        compares: what the report is about: "trials", "sizes" or, if trials have seeds, stages.
     """
 
     model: str
@@ -80,6 +96,7 @@ class Config:
     log_every: int
     save_every: int
     seed: int = 0
+    compares: str = "trials"
 
     def __post_init__(self) -> None:
         for name in ("validate_every", "save_every"):
@@ -149,6 +166,99 @@ QUEUE = dict.fromkeys(
 )
 STAGES = tuple(replace((ONCE | AGAIN)[name], label=name, seed=seed) for name, seed in QUEUE)
 
+# 124M parameters with every optimizer. Trials of 80 steps first, then 320 steps with what was best.
+# All optimizers have as many trials: a base, and one change each of weight decay, momentum,
+# warm-down and learning rate. Learning rates of the bases are the best of the pilot, for those that
+# were in it; Shampoo and Adam-mini begin with AdamW's. SISA has no sigma and rho: its learning rate
+# then means what AdamW's does.
+NANO_STEPS, TRIAL_STEPS = 320, 80
+WARM_UP = 1 / 8  # of the steps, for those that need it
+ADAM_LIKE = {"lr": 1.2e-3, "betas": (0.9, 0.95)}
+SCRIPT = {"momentum": 0.95, "dual_decay": 0.25}
+LITERAL = {"momentum": 0.95, "dual_decay": 1.0, "nesterov": False, "aspect_scaling": False}
+BASES: dict[str, dict[str, Any]] = {
+    "misa": {"rest": "own", "lr": 3e-3, "momentum": 0.85},
+    "muon": {"lr": 0.02, "momentum": 0.85},
+    "nsisa": {"sigma": 80.0, "momentum": 0.85, "dual_decay": 0.25},
+    "adamw": ADAM_LIKE,
+    "adam_mini": ADAM_LIKE,
+    "sisa": {"sigma": None, "rho": None, "lr": 1.2e-3, "momentum": 0.9},
+    "soap": {"lr": 1e-3, "betas": (0.9, 0.95)},
+    "shampoo": ADAM_LIKE,
+}
+WARMED_UP = ("adamw", "adam_mini", "sisa", "soap", "shampoo")
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "base": {name: {} for name in BASES},
+    # Decoupled and 0.1 times the learning rate, which for NSISA is 1 / sigma. SISA has an L2 term in
+    # its gradients, whose entries have sizes of 1e-4.
+    "decay": {name: {"weight_decay": 0.1} for name in BASES}
+    | {"nsisa": {"consensus_decay": 0.1}, "sisa": {"weight_decay": 1e-5}},
+    "momentum": {name: {"betas": (0.8, 0.95)} for name in BASES}
+    | {name: {"momentum": 0.9} for name in ("misa", "muon", "nsisa")}
+    | {"sisa": {"momentum": 0.8}},
+    "warm_down": {name: {"warm_down": 0.6} for name in BASES},
+    "rate": {name: {"lr": 6e-4} for name in BASES}
+    | {"misa": {"lr": 4e-3}, "muon": {"lr": 0.03}, "nsisa": {"sigma": 55.0}}
+    | {"soap": {"lr": 2e-3}},
+}
+
+
+def with_changes(name: str, steps: int, *changes: str, **shown: Any) -> Trial:
+    """Return an optimizer's base with some of `CHANGES`, for runs of so many steps."""
+    settings = dict(BASES[name])
+    for change in changes:
+        settings |= CHANGES[change][name]
+    if name in WARMED_UP:
+        settings["warm_up"] = round(WARM_UP * steps)
+    return trial(name, **settings, **shown)
+
+
+def finalist(name: str, batches: int = 1, seed: int = 0) -> Trial:
+    """Return an optimizer with the changes that were chosen for it."""
+    chosen = json.loads(CHOSEN.read_text(encoding="utf-8"))
+    changes = chosen.get(name, {}).get("changes", [])
+    shown = {"label": name, "batches": batches, "seed": seed, "tried": len(CHANGES)}
+    return with_changes(name, NANO_STEPS, *changes, **shown)
+
+
+TRIALS = tuple(
+    with_changes(name, TRIAL_STEPS, change, label=f"{name}_{change}", change=change)
+    for change in CHANGES
+    for name in BASES
+)
+BEST_THREE = ("misa", "muon", "nsisa")
+NANO = (
+    *(finalist(name) for name in ("misa", "muon", "nsisa", "adamw")),
+    *(finalist(name, seed=1) for name in BEST_THREE),
+    *(finalist(name, 4) for name in ("nsisa", "misa")),
+    *(finalist(name) for name in ("adam_mini", "sisa")),
+    finalist("sisa", 4),
+    trial("nsisa", label="nsisa_script", seed=0, **SCRIPT),
+    trial("nsisa", 4, label="nsisa_paper", seed=0, **LITERAL),
+    *(finalist(name) for name in ("soap", "shampoo")),
+)
+
+# The larger models, for 80 steps. One setting each: that of 124M, with learning rates of AdamW in
+# proportion to 1 / width, of MISA to 1 / sqrt(width), which keeps the spectral norm of its steps.
+# Muon's and NSISA's steps have the same norm for every width.
+
+
+def scaled(rate: float, model: str, power: float) -> float:
+    """Return a learning rate of 124M for another width, rounded to two digits."""
+    return float(f"{rate * (SIZES['gpt2'].width / SIZES[model].width) ** power:.2g}")
+
+
+LARGER = tuple(
+    trial(name, label=f"{model}_{name}", model=model, seed=0, **settings)
+    for model in ("gpt2-medium", "gpt2-xl")
+    for name, settings in {
+        "nsisa": BASES["nsisa"],
+        "adamw": {**ADAM_LIKE, "lr": scaled(9e-4, model, 1.0), "warm_up": 10},
+        "misa": {**BASES["misa"], "lr": scaled(3e-3, model, 0.5)},
+        "muon": BASES["muon"],
+    }.items()
+)
+
 # First guesses, but for SISA's: it is the one that needs care here.
 QUICK = (
     trial("adamw", lr=3e-3, warm_up=20),
@@ -175,6 +285,21 @@ PRESETS = {
         *("gpt2", "gutenberg", STAGES),
         **{"steps": 320, "sequences": 64, "micro": 16, "validation": 512},
         **{"validate_every": 80, "log_every": 10, "save_every": 80},
+    ),
+    "trials": Config(
+        *("gpt2", "gutenberg", TRIALS),
+        **{"steps": TRIAL_STEPS, "sequences": 64, "micro": 16, "validation": 480},
+        **{"validate_every": 40, "log_every": 10, "save_every": 80},
+    ),
+    "nano": Config(
+        *("gpt2", "gutenberg", NANO),
+        **{"steps": NANO_STEPS, "sequences": 64, "micro": 16, "validation": 480},
+        **{"validate_every": 40, "log_every": 10, "save_every": 80, "compares": "sizes"},
+    ),
+    "sizes": Config(
+        *("gpt2-medium", "gutenberg", LARGER),
+        **{"steps": 80, "sequences": 64, "micro": 16, "validation": 128},
+        **{"validate_every": 20, "log_every": 5, "save_every": 20, "compares": "sizes"},
     ),
 }
 
@@ -219,5 +344,6 @@ def plan(config: Config) -> dict[str, Settings]:
     for trial in config.trials:
         seed = config.seed if trial.seed is None else trial.seed
         own = {"choice": trial.choice, "batches": trial.batches, "seed": seed}
+        own["model"] = trial.model or config.model
         runs.append(Settings(label=trial.label, **{**shared, **own}))
     return {run.name: run for run in runs}

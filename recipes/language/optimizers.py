@@ -52,11 +52,12 @@ TITLES = {
     "misa": "MISA",
     "normuon": "NorMuon",
     "soap_muon": "SOAP-Muon",
+    "shampoo": "Shampoo",
+    "adam_mini": "Adam-mini",
 }
 NAMES = tuple(TITLES)
 
-# What a trial does not say otherwise. No weight decay anywhere: in so few steps it decides nothing,
-# and it would mean something else to each of them.
+# What a trial does not say otherwise; no weight decay.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1.2e-3, "betas": BETAS, "weight_decay": 0.0},
     "muon": {
@@ -81,7 +82,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"weight_decay": 0.0, "row_beta": 0.95},
         "before": {"stage": "eigenbasis", "sides": "both"},
     },
+    # In blocks, with the size of RMSProp's steps, so that learning rates are comparable to AdamW's.
+    "shampoo": {
+        **{"lr": 1.2e-3, "betas": BETAS, "weight_decay": 0.0, "decoupled_weight_decay": True},
+        **{"moving_average_for_momentum": True, "graft_type": 3, "block_size": 1024},
+        **{"start_preconditioning_step": 40, "preconditioning_compute_steps": 40},
+    },
+    "adam_mini": {"lr": 1.2e-3, "betas": BETAS, "weight_decay": 0.0},
 }
+THIRD_PARTY = ("soap", "shampoo", "adam_mini")
 # What `before` may name.
 STAGES = {"whiten": Whiten, "eigenbasis": EigenbasisMoment}
 # MISA's rule for what is not a matrix, beside Muon: its best setting of the pilot.
@@ -190,7 +199,11 @@ def state_bytes(team: Team) -> int:
             return value.numel() * value.element_size() if value.dim() else 0
         if isinstance(value, Mapping):
             return sum(map(size, value.values()))
-        return sum(map(size, value)) if isinstance(value, list | tuple) else 0
+        if isinstance(value, list | tuple):
+            return sum(map(size, value))
+        # Shampoo keeps objects with lists of tensors in its state.
+        entries = vars(value).values() if hasattr(value, "__dict__") else ()
+        return sum(size(entry) for entry in entries if isinstance(entry, Tensor | list))
 
     return sum(size(optimizer.state) for optimizer in team.optimizers)
 
@@ -200,8 +213,8 @@ def state_bytes(team: Team) -> int:
 
 def missing_requirement(choice: Choice) -> str | None:
     """Return what this machine lacks for an optimizer, or None."""
-    if choice.name == "soap" and importlib.util.find_spec("pytorch_optimizer") is None:
-        return "soap needs pytorch_optimizer: pip install pytorch_optimizer"
+    if choice.name in THIRD_PARTY and importlib.util.find_spec("pytorch_optimizer") is None:
+        return f"{choice.name} needs pytorch_optimizer: pip install pytorch_optimizer"
     if choice.name == "muon" and not hasattr(torch.optim, "Muon"):
         return f"muon needs torch 2.9 or newer, got {torch.__version__}"
     return None
@@ -267,6 +280,18 @@ def build_soap(choice: Choice, model: nn.Module, batches: int) -> Team:
     return Team([], beside_adamw(SOAP, choice, model), batches)
 
 
+def build_shampoo(choice: Choice, model: nn.Module, batches: int) -> Team:
+    from recipes.language.third_party import Shampoo
+
+    return Team([], beside_adamw(Shampoo, choice, model), batches)
+
+
+def build_adam_mini(choice: Choice, model: nn.Module, batches: int) -> Team:
+    from recipes.language.third_party import adam_mini
+
+    return Team([], [adam_mini(model, **choice.options)], batches)
+
+
 # Gradients that are not finite are not looked for: they show in the loss, which ends the run, and
 # the other optimizers do not look either.
 COMMON = {"nonfinite": "ignore"}
@@ -323,4 +348,6 @@ BUILDERS: dict[str, Callable[[Choice, nn.Module, int], Team]] = {
     "misa": build_misa,
     "normuon": build_nesterov,
     "soap_muon": build_nesterov,
+    "shampoo": build_shampoo,
+    "adam_mini": build_adam_mini,
 }

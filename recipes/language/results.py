@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipes.grid import format_value
-from recipes.language.model import SIZES
+from recipes.language.model import count_parameters
 from recipes.language.optimizers import TITLES, WARM_DOWN
 from recipes.recipe import Results
 
@@ -25,7 +25,7 @@ def condense(log: dict[str, Any]) -> dict[str, Any]:
     times = [value for value in log["optimizer_ms"][settled] if value is not None]
     return {
         **{name: log[name] for name in ("settings", "versions", "hardware", "seconds")},
-        "parameters": SIZES[log["settings"]["model"]].parameters,
+        "parameters": count_parameters(log["settings"]["model"]),
         "diverged": bool(log["diverged"][-1]),
         "last": None if log["diverged"][-1] else round(log["val_loss"][-1], 4),
         "optimizer_ms": round(statistics.median(times), 3) if times else None,

@@ -1,18 +1,20 @@
 """One run: the model, the tokens, the optimizers, and the loss by step."""
 
 import contextlib
+import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recipes.language import model as models
 from recipes.language import optimizers, tokens
 from recipes.language.config import Config, Settings
-from recipes.language.model import GPT2, SIZES, Sizes, build
+from recipes.language.model import GPT2, PlainGPT2, Sizes, sizes_of
 from recipes.recipe import Line
 from recipes.training import Training, finite_or_none, run_training
 
@@ -31,6 +33,7 @@ def run(
     data: str | None = None,
     compile: bool = False,
     checkpoints: str | None = None,
+    save_weights: str | None = None,
 ) -> Iterator[Line]:
     """Yield losses, times and bytes of state every few steps; one that diverges ends early.
 
@@ -43,9 +46,13 @@ def run(
             then have to follow each other.
         checkpoints: folder to save in and to resume from; None for neither. The file of a run is
             removed when it is done.
+        save_weights: folder to leave the weights of a finished run in, under its name; see
+            `recipes.language.model.save_weights`. None for none.
     """
     training = LanguageTraining(settings, torch.device(device), data, compile)
     yield from run_training(training, checkpoints, config.save_every)
+    if save_weights is not None and training.done == training.total:
+        models.save_weights(training.model, save_weights, settings.name)
 
 
 class LanguageTraining(Training):
@@ -64,23 +71,25 @@ class LanguageTraining(Training):
         self, settings: Settings, device: torch.device, data: str | None, compile: bool = False
     ) -> None:
         super().__init__(settings, device, settings.steps)
-        sizes = SIZES[settings.model]
+        sizes = sizes_of(settings.model)
         train, validation = tokens.load(settings.tokens, data)
         share = settings.sequences // settings.batches
         shape = sizes.context, sizes.vocabulary
         self.data = tokens.Batches(train, settings.batches, share, *shape)
-        held_out = tokens.windows(validation, 0, settings.validation, *shape)
-        self.validation = torch.from_numpy(held_out).to(device)
-        if device.type == "cuda":  # products of float32 are the optimizers' only
-            torch.set_float32_matmul_precision("high")
-            torch.cuda.reset_peak_memory_stats(device)
-        self.forward: Callable[..., Tensor]
+        to_choose, to_report = tokens.held_out(validation, settings.validation, *shape)
+        self.validation = torch.from_numpy(to_choose).to(device)
+        self.test = torch.from_numpy(to_report).to(device)
         if compile:
-            self.model, self.forward = compiled_model(settings.model, str(device))
+            self.model = compiled_model(settings.model, str(device))
             self.model.load_state_dict(first_weights(settings.model, settings.seed))
             self.model.zero_grad()
         else:
-            self.forward = self.model = build(sizes, settings.seed).to(device)
+            self.model = models.build_by_name(settings.model, settings.seed).to(device)
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # these products are the optimizers' only
+            gc.collect()  # what an earlier run has left would count
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
         self.team = optimizers.build(settings.choice, self.model, settings.batches)
         self.micro = settings.micro or micro_batch(sizes, share, device)
         self.stopwatch = Stopwatch(device)
@@ -129,14 +138,14 @@ class LanguageTraining(Training):
     def loss(self, sequences: Tensor) -> Tensor:
         lower = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=lower):
-            return self.forward(sequences[:, :-1], sequences[:, 1:])
+            return self.model(sequences[:, :-1], sequences[:, 1:])
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Return the loss on the validation tokens."""
+    def evaluate(self, sequences: Tensor) -> float:
+        """Return the loss on held-out sequences."""
         total = torch.zeros((), device=self.device)
-        for part in self.validation.split(self.micro):
-            total += self.loss(part) * (len(part) / len(self.validation))
+        for part in sequences.split(self.micro):
+            total += self.loss(part) * (len(part) / len(sequences))
         return total.item()
 
     def line(self, validate: bool) -> Line:
@@ -144,20 +153,22 @@ class LanguageTraining(Training):
 
         `elapsed` are the seconds of training since the start of the run, with compiling and without
         validation; `optimizer_ms` is the time of all optimizer steps in a round, on average since
-        the last line.
+        the last line; `test_loss`, in the last line, is that of tokens that chose nothing.
         """
         rounds = self.done - self._logged
         loss = self._loss.item() / rounds if rounds else None
         self.elapsed += time.perf_counter() - self._since if rounds else 0.0
-        sizes = SIZES[self.settings.model]
+        sizes = sizes_of(self.settings.model)
         bound = DIVERGED * math.log(sizes.vocabulary)
-        value = self.validate() if validate else None
+        value = self.evaluate(self.validation) if validate else None
+        test = self.evaluate(self.test) if self.done == self.total and len(self.test) else None
         losses = [x for x in (loss, value) if x is not None]
         line: Line = {
             "step": self.done,
             "tokens": self.done * self.settings.sequences * sizes.context,
             "loss": finite_or_none(loss),
             "val_loss": finite_or_none(value),
+            "test_loss": finite_or_none(test),
             "elapsed": round(self.elapsed, 3),
             "optimizer_ms": round(self.stopwatch.total() / rounds, 4) if rounds else None,
             "state_bytes": optimizers.state_bytes(self.team),
@@ -181,21 +192,25 @@ class LanguageTraining(Training):
         self._logged, self._since = self.done, time.perf_counter()
 
 
-@cache
-def compiled_model(size: str, device: str) -> tuple[GPT2, Callable[..., Tensor]]:
-    """Return a model and its compiled form, the same for all runs of a process.
+@lru_cache(maxsize=1)
+def compiled_model(name: str, device: str) -> GPT2 | PlainGPT2:
+    """Return a model that is compiled in parts, the same for all runs of a process.
 
     Compiling takes as long as many steps. Runs set the weights anew, so one must be over before the
     next begins.
     """
-    model = build(SIZES[size], 0).to(device)
-    return model, torch.compile(model)
+    torch.compiler.reset()  # what was compiled for another size is not needed any more
+    with torch.device(device):  # these weights are never used, so draw them where it is fast
+        model = models.build_by_name(name, 0)
+    model.to(device)
+    models.compile_in_parts(model)
+    return model
 
 
 @lru_cache(maxsize=3)
-def first_weights(size: str, seed: int) -> dict[str, Tensor]:
+def first_weights(name: str, seed: int) -> dict[str, Tensor]:
     """Return the weights that a seed gives, on the CPU; drawing them anew takes seconds."""
-    return build(SIZES[size], seed).state_dict()
+    return models.build_by_name(name, seed).state_dict()
 
 
 class Stopwatch:
@@ -251,4 +266,6 @@ def require_data(settings: Sequence[Settings], *, data: str | None = None, **opt
 
 def missing_requirement(settings: Settings) -> str | None:
     """Return why this machine cannot do a run, or None."""
-    return optimizers.missing_requirement(settings.choice)
+    return models.missing_requirement(settings.model) or optimizers.missing_requirement(
+        settings.choice
+    )

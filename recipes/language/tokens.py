@@ -26,7 +26,8 @@ import numpy as np
 
 from recipes.datasets import data_folder
 
-__all__ = ["SOURCES", "Batches", "Source", "Stream", "load", "locate", "read_shard", "windows"]
+__all__ = ["SOURCES", "Batches", "Source", "Stream", "held_out", "load", "locate"]
+__all__ += ["read_shard", "windows"]
 
 Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 Windows = np.ndarray[Any, np.dtype[np.int64]]
@@ -210,6 +211,20 @@ def windows(
     if tokens.max() >= vocabulary:
         raise ValueError(f"tokens must be below {vocabulary}, the vocabulary, got {tokens.max()}")
     return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context].copy()
+
+
+def held_out(
+    stream: Stream, count: int, context: int, vocabulary: int = 2**16
+) -> tuple[Windows, Windows]:
+    """Return the first `count` windows of a stream, and as many of the next as there are up to it.
+
+    Settings are chosen on the former and reported on the latter.
+    """
+    rest = min(count, (len(stream) - 1) // context - count)
+    to_choose = windows(stream, 0, count, context, vocabulary)
+    if rest <= 0:
+        return to_choose, to_choose[:0]
+    return to_choose, windows(stream, count * context, rest, context, vocabulary)
 
 
 class Batches:
