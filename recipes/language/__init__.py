@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.language import check, figure, memory, report, stages
+from recipes.language import check, choose, figure, memory, report, sizes, stages
 from recipes.language.config import PRESETS, plan
 from recipes.language.results import condense
 from recipes.language.run import missing_requirement, require_data, run
@@ -11,19 +11,31 @@ from recipes.recipe import Check, Recipe, Results
 __all__ = ["RECIPE"]
 
 
+def compared(results: Results) -> str:
+    """Return what the results compare: "trials", "changes", "sizes" or "stages"."""
+    if stages.compares_stages(results):
+        return "stages"
+    kind: str = results["config"].get("compares", "trials")
+    return kind
+
+
 def check_results(results: Results) -> list[Check]:
-    """Check the statements of a comparison of trials, or of stages."""
-    return (stages if stages.compares_stages(results) else check).check(results)
+    """Check the statements about what was compared; trials of changes are for choosing only."""
+    modules = {"trials": check.check, "stages": stages.check, "sizes": sizes.check}
+    kind = compared(results)
+    return modules[kind](results) if kind in modules else []
 
 
 def draw_results(results: Results, path: Path) -> None:
-    """Draw the picture of a comparison of trials, or of stages."""
-    (stages if stages.compares_stages(results) else figure).draw(results, path)
+    """Draw the picture of what was compared."""
+    modules = {"stages": stages.draw, "sizes": sizes.draw}
+    modules.get(compared(results), figure.draw)(results, path)
 
 
 def report_results(results: Results) -> str:
-    """Return the tables of a comparison of trials, or of stages."""
-    return (stages if stages.compares_stages(results) else report).report(results)
+    """Return the tables of what was compared."""
+    modules = {"stages": stages.report, "changes": choose.report, "sizes": sizes.report}
+    return modules.get(compared(results), report.report)(results)
 
 
 RECIPE = Recipe(
@@ -38,5 +50,5 @@ RECIPE = Recipe(
     missing_requirement=missing_requirement,
     condense=condense,
     report=report_results,
-    commands={"memory": memory.main},
+    commands={"memory": memory.main, "choose": choose.main},
 )

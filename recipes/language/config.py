@@ -11,11 +11,11 @@ from recipes.language.model import SIZES
 from recipes.language.optimizers import Choice, choose
 from recipes.recipe import shared_settings
 
-__all__ = ["CHANGES", "CHOSEN", "PRESETS", "Config", "Settings", "Trial", "finalist", "label"]
-__all__ += ["plan"]
+__all__ = ["BASES", "CHANGES", "CHOSEN", "PRESETS", "Config", "Settings", "Trial", "finalist"]
+__all__ += ["label", "plan"]
 
 CHOSEN = Path(__file__).with_name("chosen.json")
-"""The changes that `recipes.language.choose` chose after the trials, by optimizer."""
+"""The changes that `python -m recipes language choose` chose from the trials, by optimizer."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Config:
         log_every: steps from one line of the log to the next.
         save_every: steps between checkpoints, a multiple of `log_every`, where they are asked for.
         seed: of the first weights. The tokens come in the same order for every seed.
-        compares: what the report is about: "trials", "sizes" or, if trials have seeds, stages.
+        compares: what the report is about: "trials", "stages", "changes" or "sizes".
     """
 
     model: str
@@ -166,7 +166,8 @@ QUEUE = dict.fromkeys(
 )
 STAGES = tuple(replace((ONCE | AGAIN)[name], label=name, seed=seed) for name, seed in QUEUE)
 
-# 124M parameters with every optimizer. Trials of 80 steps first, then 320 steps with what was best.
+# 124M parameters with every optimizer. Trials of 80 steps of 32 sequences first, then 320 steps of
+# 64 with what was best.
 # All optimizers have as many trials: a base, and one change each of weight decay, momentum,
 # warm-down and learning rate. Learning rates of the bases are the best of the pilot, for those that
 # were in it; Shampoo and Adam-mini begin with AdamW's. SISA has no sigma and rho: its learning rate
@@ -189,8 +190,8 @@ BASES: dict[str, dict[str, Any]] = {
 WARMED_UP = ("adamw", "adam_mini", "sisa", "soap", "shampoo")
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "base": {name: {} for name in BASES},
-    # Decoupled and 0.1 times the learning rate, which for NSISA is 1 / sigma. SISA has an L2 term in
-    # its gradients, whose entries have sizes of 1e-4.
+    # Decoupled and 0.1 times the learning rate, which for NSISA is 1 / sigma. SISA has an L2 term
+    # in its gradients, whose entries have sizes of 1e-4.
     "decay": {name: {"weight_decay": 0.1} for name in BASES}
     | {"nsisa": {"consensus_decay": 0.1}, "sisa": {"weight_decay": 1e-5}},
     "momentum": {name: {"betas": (0.8, 0.95)} for name in BASES}
@@ -288,8 +289,8 @@ PRESETS = {
     ),
     "trials": Config(
         *("gpt2", "gutenberg", TRIALS),
-        **{"steps": TRIAL_STEPS, "sequences": 64, "micro": 16, "validation": 480},
-        **{"validate_every": 40, "log_every": 10, "save_every": 80},
+        **{"steps": TRIAL_STEPS, "sequences": 32, "micro": 16, "validation": 480},
+        **{"validate_every": 80, "log_every": 10, "save_every": 80, "compares": "changes"},
     ),
     "nano": Config(
         *("gpt2", "gutenberg", NANO),

@@ -445,7 +445,3 @@ def describe(line: Mapping[str, Any]) -> str:
     if line["pass_bytes"] is None:
         return state
     return f"peak {peak(line) / MIB:,.0f} MiB, {state}, {line['seconds']} s"
-
-
-if __name__ == "__main__":
-    main()

@@ -28,6 +28,7 @@ def condense(log: dict[str, Any]) -> dict[str, Any]:
         "parameters": count_parameters(log["settings"]["model"]),
         "diverged": bool(log["diverged"][-1]),
         "last": None if log["diverged"][-1] else round(log["val_loss"][-1], 4),
+        "test": last_test_loss(log),
         "optimizer_ms": round(statistics.median(times), 3) if times else None,
         "step_ms": round(step_ms(log), 2),
         "state_bytes": log["state_bytes"][-1],
@@ -35,6 +36,12 @@ def condense(log: dict[str, Any]) -> dict[str, Any]:
         "elapsed": log["elapsed"][-1],
         **{name: log[name] for name in CURVES},
     }
+
+
+def last_test_loss(log: dict[str, Any]) -> float | None:
+    """Return the loss on the tokens to report on; None if it diverged or was not computed."""
+    value = log.get("test_loss", [None])[-1]
+    return None if log["diverged"][-1] or value is None else round(value, 4)
 
 
 def step_ms(log: dict[str, Any]) -> float:

@@ -21,7 +21,9 @@ Runs = list[dict[str, Any]]
 
 def compares_stages(results: Results) -> bool:
     """Return whether results are of a comparison of optimizers over seeds."""
-    return any(trial.get("seed") is not None for trial in results["config"]["trials"])
+    config = results["config"]
+    seeds = [trial.get("seed") for trial in config["trials"]]
+    return config.get("compares", "trials") == "trials" and any(seed is not None for seed in seeds)
 
 
 def by_label(results: Results) -> dict[str, Runs]:
