@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from recipes.language import check, choose, figure, memory, report, sizes, stages
-from recipes.language.config import PRESETS, plan
+from recipes.language import check, choose, figure, memory, prepare, report, sizes, stages
+from recipes.language.config import PRESETS, add_arguments, configure, plan
 from recipes.language.results import condense
 from recipes.language.run import missing_requirement, require_data, run
 from recipes.recipe import Check, Recipe, Results
@@ -50,5 +50,7 @@ RECIPE = Recipe(
     missing_requirement=missing_requirement,
     condense=condense,
     report=report_results,
-    commands={"memory": memory.main, "choose": choose.main},
+    add_arguments=add_arguments,
+    configure=configure,
+    commands={"prepare": prepare.main, "choose": choose.main, "memory": memory.main},
 )

@@ -1,18 +1,21 @@
 """The presets and their runs; every trial of every optimizer is named here."""
 
 import json
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from recipes import grid
+from recipes.language.model import NAMES as MODELS
 from recipes.language.model import SIZES
 from recipes.language.optimizers import Choice, choose
+from recipes.language.tokens import SOURCES
 from recipes.recipe import shared_settings
 
-__all__ = ["BASES", "CHANGES", "CHOSEN", "PRESETS", "Config", "Settings", "Trial", "finalist"]
-__all__ += ["label", "plan"]
+__all__ = ["BASES", "CHANGES", "CHOSEN", "PRESETS", "Config", "Settings", "Trial", "add_arguments"]
+__all__ += ["configure", "finalist", "label", "plan"]
 
 CHOSEN = Path(__file__).with_name("chosen.json")
 """The changes that `python -m recipes language choose` chose from the trials, by optimizer."""
@@ -239,6 +242,9 @@ NANO = (
     *(finalist(name) for name in ("soap", "shampoo")),
 )
 
+# GPT-2 as transformers has it, whose weights its other tools can take on from there.
+PLAIN_RUNS = tuple(finalist(name) for name in ("misa", "adamw", "muon"))
+
 # The larger models, for 80 steps. One setting each: that of 124M, with learning rates of AdamW in
 # proportion to 1 / width, of MISA to 1 / sqrt(width), which keeps the spectral norm of its steps.
 # Muon's and NSISA's steps have the same norm for every width.
@@ -297,6 +303,11 @@ PRESETS = {
         **{"steps": NANO_STEPS, "sequences": 64, "micro": 16, "validation": 480},
         **{"validate_every": 40, "log_every": 10, "save_every": 80, "compares": "sizes"},
     ),
+    "plain": Config(
+        *("transformers/gpt2", "gutenberg", PLAIN_RUNS),
+        **{"steps": NANO_STEPS, "sequences": 64, "micro": 16, "validation": 480},
+        **{"validate_every": 80, "log_every": 10, "save_every": 80, "compares": "sizes"},
+    ),
     "sizes": Config(
         *("gpt2-medium", "gutenberg", LARGER),
         **{"steps": 80, "sequences": 64, "micro": 16, "validation": 128},
@@ -336,6 +347,20 @@ class Settings:
 def label(trial: str, batches: int, seed: int) -> str:
     """Return the name of a run."""
     return f"{trial}_m{batches}_seed{seed}"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add options for other models and tokens than a preset's."""
+    parser.add_argument("--model", choices=MODELS, metavar="NAME", help=", ".join(MODELS))
+    parser.add_argument("--tokens", choices=list(SOURCES), help="default: the preset's")
+
+
+def configure(config: Config, args: Namespace) -> Config:
+    """Return a configuration with the model and the tokens that were asked for."""
+    if args.model is not None:
+        trials = tuple(replace(trial, model=None) for trial in config.trials)
+        config = replace(config, model=args.model, trials=trials)
+    return config if args.tokens is None else replace(config, tokens=args.tokens)
 
 
 def plan(config: Config) -> dict[str, Settings]:

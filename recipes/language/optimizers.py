@@ -13,7 +13,7 @@ import torchpisa
 from torchpisa.optim.param_groups import split
 from torchpisa.preconditioners.consensus import EigenbasisMoment, Stage, Whiten
 
-__all__ = ["DEFAULTS", "NAMES", "TITLES", "WARM_DOWN"]
+__all__ = ["BETAS", "DEFAULTS", "NAMES", "TITLES", "WARM_DOWN"]
 __all__ += ["Choice", "Team", "build", "choose", "factor", "missing_requirement", "state_bytes"]
 
 WARM_DOWN = 1450 / 5100  # of the published GPT-2 script's steps

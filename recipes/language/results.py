@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.grid import format_value
 from recipes.language.model import count_parameters
-from recipes.language.optimizers import TITLES, WARM_DOWN
+from recipes.language.optimizers import BETAS, TITLES, WARM_DOWN
 from recipes.recipe import Results
 
 __all__ = ["best", "by_optimizer", "condense", "describe", "loss_at", "muon", "title"]
@@ -100,7 +100,10 @@ def describe(settings: dict[str, Any]) -> str:
             words.append(f"{value['stage']} ({', '.join(numbers)})")
         elif isinstance(value, int | float | str) and not (name == "weight_decay" and not value):
             words.append(f"{name} {format_value(value)}")
-    if choice["name"] not in ("adamw", "sisa"):
+    betas = choice["options"].get("betas")
+    if betas and tuple(betas) != BETAS:
+        words.append(f"betas {betas[0]:g} and {betas[1]:g}")
+    if choice["name"] not in ("adamw", "sisa", "adam_mini"):
         rests = {"adamw": f"AdamW {choice['rest_lr']:g}", "misa": "MISA", "own": "its own rule"}
         words.append(f"rest by {rests[choice['rest']]}")
     if choice["warm_up"]:

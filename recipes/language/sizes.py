@@ -130,9 +130,10 @@ def report(results: Results) -> str:
     some = next(iter(results["runs"].values()))
     text = (
         f"Loss of the last weights after {config['steps']} steps of {config['sequences']} "
-        f"sequences ({some['tokens'][-1] / 1e6:,.1f}M tokens, {config['tokens']}), on validation tokens that "
-        "no setting was chosen on: the mean over the seeds and, with two, both. With m = 4 a step "
-        "has the data of m = 1 in four batches; AdamW, Muon and the others average over them. "
+        f"sequences ({some['tokens'][-1] / 1e6:,.1f}M tokens, {config['tokens']}), on validation "
+        "tokens that no setting was chosen on: the mean over the seeds and, with two, both. With "
+        "m = 4 a step has the data of m = 1 in four batches; AdamW, Muon and the others average "
+        "over them. "
         f"Peak memory is that of the whole training, in passes of {config['micro']} sequences."
     )
     parts = [text, markdown(heads, lines)]

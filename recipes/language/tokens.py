@@ -4,6 +4,7 @@
 |---|---|
 | gutenberg | `gutenberg/train_gpt2_*` and `val_gpt2_*`, public-domain books |
 | fineweb | `fineweb10B/fineweb_train_*` and `fineweb_val_*`, as prepared for GPT-2 speed runs |
+| prepared | `train_*` and `val_*`, what `python -m recipes language prepare` writes |
 | python | nothing: bytes of modules of Python's standard library |
 
 A file is `.bin`, tokens and nothing else or after the header of 256 int32 that the speed runs'
@@ -27,7 +28,7 @@ import numpy as np
 from recipes.datasets import data_folder
 
 __all__ = ["SOURCES", "Batches", "Source", "Stream", "held_out", "load", "locate"]
-__all__ += ["read_shard", "windows"]
+__all__ += ["Tokens", "read_shard", "windows", "write_shard"]
 
 Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 Windows = np.ndarray[Any, np.dtype[np.int64]]
@@ -69,6 +70,15 @@ def read_shard(path: Path) -> Tokens:
     if not len(tokens):
         raise ValueError(f"{path} has no tokens")
     return tokens
+
+
+def write_shard(path: Path, tokens: Tokens) -> None:
+    """Write tokens to a file with a header."""
+    header = np.zeros(HEADER, "<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    with path.open("wb") as file:
+        file.write(header.tobytes())
+        file.write(tokens.astype("<u2").tobytes())
 
 
 def without_header(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> Tokens:
@@ -113,6 +123,11 @@ SOURCES = {
         "fineweb10B/fineweb_train_*",
         "fineweb10B/fineweb_val_*",
         "Put the shards kjj0/fineweb10B-gpt2 of Hugging Face into its folder fineweb10B.",
+    ),
+    "prepared": Source(
+        "train_*",
+        "val_*",
+        "`python -m recipes language prepare TEXT ...` writes them from texts.",
     ),
     "python": Source("", "", ""),
 }
