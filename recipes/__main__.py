@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from recipes import datasets
+from recipes import datasets, ranks
 from recipes.datasets import data_folder
 from recipes.execution import Runs, print_line, rounded
 from recipes.gan import RECIPE as GAN
@@ -266,20 +266,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.show:
         report_results(recipe, json.loads(args.show.read_text(encoding="utf-8")), args.show)
         return
+    if ranks.by_torchrun() and not recipe.ranks:
+        sys.exit(f"{name} runs in one process: start it without torchrun")
+    if ranks.by_torchrun() and args.jobs > 1:
+        parser.error(f"--jobs must be 1 under torchrun, got {args.jobs}")
     try:
-        done = run_recipe(
-            recipe,
-            config,
-            folder / name,
-            options=options,
-            jobs=args.jobs,
-            only=args.only,
-            time_limit=args.time_limit,
-            tensorboard=args.tensorboard,
-            train=not args.no_runs,
-        )
+        with ranks.group(options.get("device", "cpu")) as device:
+            done = run_recipe(
+                recipe,
+                config,
+                folder / name,
+                options={**options, "device": device} if "device" in options else options,
+                jobs=args.jobs,
+                only=args.only,
+                time_limit=args.time_limit,
+                tensorboard=args.tensorboard,
+                train=not args.no_runs,
+            )
+            first = ranks.rank() == 0
     except (FileNotFoundError, datasets.CorruptFileError) as error:
         sys.exit(str(error))
+    if not first:
+        return
     results = {"recipe": name, "preset": args.preset, **done}
     path = folder / f"{name}.json"
     path.write_text(json.dumps(results) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import environment
-from recipes import logs
+from recipes import logs, ranks
 from recipes.datasets import CorruptFileError
 from recipes.recipe import Line
 
@@ -81,6 +81,7 @@ class Runs:
                 print_line(f"{label}: in the log")
             else:
                 missing.append(name)
+        missing = ranks.agree(missing)
         if self.jobs > 1 and missing:
             failed = self.run_in_processes(missing, places)
         else:
@@ -143,7 +144,14 @@ class Runs:
 
     def run_one(self, name: str, report: Callable[[Line], None] = lambda line: None) -> None:
         """Do one run, in this process."""
-        if self.deadline is not None and time.time() > self.deadline:
+        if is_over(self.deadline):
+            return
+        if ranks.rank():  # the first process keeps the log
+            with contextlib.suppress(TimeLimitError):
+                for _ in until_deadline(
+                    self.run(self.config, self.plan[name], **self.options), self.deadline
+                ):
+                    pass
             return
         header = {
             **self.key(name),
@@ -174,8 +182,13 @@ def until_deadline(lines: Iterator[Line], deadline: float | None) -> Iterator[Li
     """Yield the lines until the deadline has passed; then raise TimeLimitError."""
     for line in lines:
         yield line
-        if deadline is not None and time.time() > deadline:
+        if is_over(deadline):
             raise TimeLimitError
+
+
+def is_over(deadline: float | None) -> bool:
+    """Return whether the deadline has passed, by the clock of the first process."""
+    return deadline is not None and bool(ranks.agree(time.time() > deadline))
 
 
 def tee(first: Callable[[Line], None], second: Callable[[Line], None]) -> Callable[[Line], None]:
@@ -267,7 +280,9 @@ def format_duration(seconds: float) -> str:
 
 
 def print_line(text: str, end: str = "\n") -> None:
-    """Print in place of the last progress line, if there is one."""
+    """Print in place of the last progress line, if any; of several processes, the first prints."""
+    if ranks.rank():
+        return
     print(f"\x1b[2K{text}" if sys.stdout.isatty() else text, end=end, flush=True)
 
 

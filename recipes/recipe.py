@@ -55,6 +55,7 @@ class Recipe:
         packages: packages, besides torch and torchpisa, whose versions the results depend on.
         add_arguments: adds options of the recipe to its command.
         configure: returns a preset, changed by these options.
+        ranks: whether `run` trains with all processes that torchrun has started.
         commands: other commands by name, each called with the words that follow it:
             `python -m recipes RECIPE NAME ...`.
     """
@@ -76,6 +77,7 @@ class Recipe:
     packages: tuple[str, ...] = ()
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
     configure: Callable[[Any, Namespace], Any] = lambda config, args: config
+    ranks: bool = False
     commands: Mapping[str, Callable[[Sequence[str]], None]] = field(default_factory=dict)
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from recipes import ranks
 from recipes.recipe import Line
 
 __all__ = [
@@ -87,11 +88,12 @@ def run_training(
     lines: list[Line] = []
     file = checkpoint_file(checkpoints, training.settings)
     key = json.dumps(dataclasses.asdict(training.settings), sort_keys=True)
-    if file is not None and file.is_file():
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        if state["settings"] == key:
-            training.load(state["training"])
-            lines = state["lines"]
+    state = read_checkpoint(file, key)
+    # Processes that were killed while they saved may have different steps: begin anew.
+    steps = ranks.gather(None if state is None else state["training"]["done"])
+    if state is not None and len(set(steps)) == 1:
+        training.load(state["training"])
+        lines = state["lines"]
     first = None if lines else training.first_line()
     if first is not None:
         lines.append(first)
@@ -108,14 +110,25 @@ def run_training(
 
 
 def checkpoint_file(folder: str | Path | None, settings: Any) -> Path | None:
-    """Return the file of a run's checkpoint, or None without a folder."""
-    return None if folder is None else Path(folder) / f"{settings.name}.pt"
+    """Return the file of a run's checkpoint, one for each of several processes, or None."""
+    if folder is None:
+        return None
+    own = f".rank{ranks.rank()}of{ranks.count()}" if ranks.count() > 1 else ""
+    return Path(folder) / f"{settings.name}{own}.pt"
+
+
+def read_checkpoint(file: Path | None, key: str) -> dict[str, Any] | None:
+    """Return what a checkpoint of these settings holds, or None if there is none."""
+    if file is None or not file.is_file():
+        return None
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return state if state["settings"] == key else None
 
 
 def save_atomically(state: dict[str, Any], file: Path) -> None:
     """Save a state; an interruption leaves the file as it was."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
+    partial = file.with_name(f"{file.name}.partial")
     torch.save(state, partial)
     os.replace(partial, file)
 

@@ -52,5 +52,6 @@ RECIPE = Recipe(
     report=report_results,
     add_arguments=add_arguments,
     configure=configure,
+    ranks=True,
     commands={"prepare": prepare.main, "choose": choose.main, "memory": memory.main},
 )

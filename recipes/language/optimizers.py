@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 import torchpisa
+from recipes import ranks
 from torchpisa.optim.param_groups import split
 from torchpisa.preconditioners.consensus import EigenbasisMoment, Stage, Whiten
 
@@ -134,12 +135,13 @@ class Team:
     """Optimizers that train a model together, in rounds of batches.
 
     Those of torchpisa take a step per batch. Others take one per round, with the mean gradient of
-    its batches, so everyone sees the same data between two changes of the weights.
+    its batches, so everyone sees the same data between two changes of the weights. Of several
+    processes, gradients are averaged before a step, unless the optimizer has a process group.
 
     Args:
         consensus: optimizers of torchpisa, all with this number of batches.
         averaging: others.
-        batches: of a round.
+        batches: of a round, in this process.
     """
 
     def __init__(
@@ -167,6 +169,8 @@ class Team:
     def step(self) -> None:
         """Step with the gradients of the next batch, and zero those that are used up."""
         for optimizer in self.consensus:
+            if getattr(optimizer, "peers", None) is None:
+                ranks.average(gradients(optimizer))
             optimizer.step()
             optimizer.zero_grad()
         self._batches_seen = (self._batches_seen + 1) % self.batches
@@ -174,9 +178,8 @@ class Team:
             return
         for optimizer in self.averaging:
             if self.batches > 1:
-                params = (p for group in optimizer.param_groups for p in group["params"])
-                grads = [p.grad for p in params if p.grad is not None]
-                torch._foreach_div_(grads, self.batches)
+                torch._foreach_div_(gradients(optimizer), self.batches)
+            ranks.average(gradients(optimizer))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -189,6 +192,12 @@ class Team:
         """Continue from what `state_dict` returned."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients of an optimizer's parameters."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [param.grad for param in params if param.grad is not None]
 
 
 def state_bytes(team: Team) -> int:
@@ -220,13 +229,14 @@ def missing_requirement(choice: Choice) -> str | None:
     return None
 
 
-def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
+def build(choice: Choice, model: nn.Module, batches: int = 1, nodes: bool = False) -> Team:
     """Build the optimizers of a choice for a model.
 
     Args:
         choice: see `Choice`.
         model: with tied embedding, no head of its own.
-        batches: m, steps that the optimizers of torchpisa take per round.
+        batches: steps that the optimizers of torchpisa take per round, m in one process.
+        nodes: whether processes have different batches, and so SISA and NSISA duals of their own.
 
     Raises:
         ValueError: there is no such optimizer.
@@ -239,6 +249,9 @@ def build(choice: Choice, model: nn.Module, batches: int = 1) -> Team:
     reason = missing_requirement(choice)
     if reason is not None:
         raise ImportError(reason)
+    if nodes and choice.name in ("sisa", "nsisa"):
+        group = {"process_group": distributed.group.WORLD}
+        choice = replace(choice, options={**choice.options, **group})
     return BUILDERS[choice.name](choice, model, batches)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes import ranks
 from recipes.language import model as models
 from recipes.language import optimizers, tokens
 from recipes.language.config import Config, Settings
@@ -51,12 +52,15 @@ def run(
     """
     training = LanguageTraining(settings, torch.device(device), data, compile)
     yield from run_training(training, checkpoints, config.save_every)
-    if save_weights is not None and training.done == training.total:
+    if save_weights is not None and training.done == training.total and not ranks.rank():
         models.save_weights(training.model, save_weights, settings.name)
 
 
 class LanguageTraining(Training):
-    """A model in training.
+    """A model in training, in one process or in several that torchrun has started.
+
+    Several processes share the batches of a round: each has some of them, with their duals, if
+    their number allows it, and else its part of the sequences of every batch.
 
     Args:
         settings: of the run.
@@ -76,6 +80,7 @@ class LanguageTraining(Training):
         share = settings.sequences // settings.batches
         shape = sizes.context, sizes.vocabulary
         self.data = tokens.Batches(train, settings.batches, share, *shape)
+        self.parts, self.split = share_work(settings.batches, share)
         to_choose, to_report = tokens.held_out(validation, settings.validation, *shape)
         self.validation = torch.from_numpy(to_choose).to(device)
         self.test = torch.from_numpy(to_report).to(device)
@@ -90,8 +95,9 @@ class LanguageTraining(Training):
             gc.collect()  # what an earlier run has left would count
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        self.team = optimizers.build(settings.choice, self.model, settings.batches)
-        self.micro = settings.micro or micro_batch(sizes, share, device)
+        nodes = ranks.count() > 1 and not self.split
+        self.team = optimizers.build(settings.choice, self.model, len(self.parts), nodes)
+        self.micro = settings.micro or micro_batch(sizes, len(self.draw(0)), device)
         self.stopwatch = Stopwatch(device)
         self._since = time.perf_counter()
         self._logged = 0  # the step of the last line
@@ -110,18 +116,20 @@ class LanguageTraining(Training):
 
     def round(self) -> None:
         """Take one step, with a gradient per batch, without waiting for the device."""
-        choice, batches = self.settings.choice, self.settings.batches
+        choice = self.settings.choice
         rate = optimizers.factor(self.done, self.total, choice.warm_up, choice.warm_down)
         self.team.set_factor(rate)
-        for part in range(batches):
-            self._loss += self.gradient(self.draw(part)) / batches
+        for part in self.parts:
+            self._loss += self.gradient(self.draw(part)) / len(self.parts)
             with self.stopwatch.lap():
                 self.team.step()
         self.done += 1
 
     def draw(self, part: int) -> Tensor:
-        """Return the sequences of this step's batch, on the device."""
+        """Return this process's sequences of this step's batch, on the device."""
         drawn = torch.from_numpy(self.data.draw(self.done, part))
+        if self.split:
+            drawn = drawn.chunk(ranks.count())[ranks.rank()]
         if self.device.type == "cuda":
             return drawn.pin_memory().to(self.device, non_blocking=True)
         return drawn
@@ -142,11 +150,12 @@ class LanguageTraining(Training):
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:
-        """Return the loss on held-out sequences."""
+        """Return the loss on held-out sequences, of which each process takes a part."""
         total = torch.zeros((), device=self.device)
-        for part in sequences.split(self.micro):
+        own = sequences.tensor_split(ranks.count())[ranks.rank()]
+        for part in own.split(self.micro):
             total += self.loss(part) * (len(part) / len(sequences))
-        return total.item()
+        return ranks.total(total).item()
 
     def line(self, validate: bool) -> Line:
         """Return what to log now; waits for the device.
@@ -156,7 +165,7 @@ class LanguageTraining(Training):
         the last line; `test_loss`, in the last line, is that of tokens that chose nothing.
         """
         rounds = self.done - self._logged
-        loss = self._loss.item() / rounds if rounds else None
+        loss = ranks.total(self._loss).item() / (rounds * ranks.count()) if rounds else None
         self.elapsed += time.perf_counter() - self._since if rounds else 0.0
         sizes = sizes_of(self.settings.model)
         bound = DIVERGED * math.log(sizes.vocabulary)
@@ -211,6 +220,24 @@ def compiled_model(name: str, device: str) -> GPT2 | PlainGPT2:
 def first_weights(name: str, seed: int) -> dict[str, Tensor]:
     """Return the weights that a seed gives, on the CPU; drawing them anew takes seconds."""
     return models.build_by_name(name, seed).state_dict()
+
+
+def share_work(batches: int, sequences: int) -> tuple[range, bool]:
+    """Return the batches of this process, and whether it has a part of their sequences only.
+
+    Raises:
+        ValueError: neither can be shared equally.
+    """
+    processes = ranks.count()
+    if batches % processes == 0:
+        own = batches // processes
+        return range(ranks.rank() * own, (ranks.rank() + 1) * own), False
+    if sequences % processes:
+        raise ValueError(
+            f"{processes} processes must divide the batches of a step, {batches}, or the sequences "
+            f"of a batch, {sequences}"
+        )
+    return range(batches), True
 
 
 class Stopwatch:
