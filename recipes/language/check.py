@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from recipes.language import reference
 from recipes.language.model import sizes_of
 from recipes.language.results import best, by_optimizer, loss_at, muon, title
 from recipes.recipe import Check, Results
@@ -13,17 +12,17 @@ __all__ = ["check"]
 
 MUON_LIKE = ("nsisa", "misa")  # optimizers that are meant to replace Muon
 QUICK_SHARE = 0.6  # of the loss of a guess, below which the preset `quick` must end
+STEP_TIME = 1.3  # times Muon's, what a step of ours may take at 124M on an H200
 
 
 def check(results: Results) -> list[Check]:
     """Check all statements for which there are runs."""
-    runs = list(results["runs"].values())
     if results["config"]["model"] != "gpt2":
-        return list(check_learning(results, runs))
-    return [*check_pilot(runs), *check_beside_muon(results)]
+        return list(check_learning(results))
+    return list(check_beside_muon(results))
 
 
-def check_learning(results: Results, runs: list[dict[str, Any]]) -> Iterator[Check]:
+def check_learning(results: Results) -> Iterator[Check]:
     goal = QUICK_SHARE * math.log(sizes_of(results["config"]["model"]).vocabulary)
     for trials in by_optimizer(results).values():
         best_run = best(trials)
@@ -35,34 +34,17 @@ def check_learning(results: Results, runs: list[dict[str, Any]]) -> Iterator[Che
         )
 
 
-def check_pilot(runs: list[dict[str, Any]]) -> Iterator[Check]:
-    """Check that the pilot's losses are reached again."""
-    for goal_run in reference.PILOT:
-        matching = [run for run in runs if goal_run.matches(run["settings"])]
-        if matching:
-            chosen = best(matching)
-            half = f" ({goal_run.half:.3f} half-way)" if goal_run.half else ""
-            goal = f"{goal_run.loss:.3f}{half}, or at most {reference.TOLERANCE} above"
-            yield Check(
-                title(chosen),
-                f"(pilot) {goal_run.title}: {goal}",
-                f"{format_loss(chosen)} ({format_half_way(chosen)} half-way), "
-                f"{chosen['settings']['label']}",
-                ends_below(chosen, goal_run.loss + reference.TOLERANCE),
-            )
-
-
 def check_beside_muon(results: Results) -> Iterator[Check]:
-    """Check that loss, state and time are at most those allowed beside Muon's."""
+    """Check loss, state and time of the best trial beside those of Muon's best trial."""
     for (name, batches), trials in by_optimizer(results).items():
         chosen, against = best(trials), muon(results, batches)
         if name not in MUON_LIKE or batches > 1 or against is None or against["last"] is None:
             continue
         yield Check(
             title(chosen),
-            f"at or below Muon's {against['last']:.3f} at equal tokens",
-            f"{format_loss(chosen)}; half-way {format_half_way(chosen)}, "
-            f"Muon {format_half_way(against)}",
+            f"best trial at or below Muon's best, {against['last']:.3f}, at equal tokens",
+            f"{format_loss(chosen)} ({chosen['settings']['label']}; Muon's is "
+            f"{against['settings']['label']})",
             ends_below(chosen, against["last"]),
         )
         if name == "misa":
@@ -76,9 +58,9 @@ def check_beside_muon(results: Results) -> Iterator[Check]:
             ratio = chosen["optimizer_ms"] / against["optimizer_ms"]
             yield Check(
                 title(chosen),
-                f"a step of the optimizer takes at most {reference.STEP_TIME} x Muon's",
+                f"a step of the optimizer takes at most {STEP_TIME} x Muon's",
                 f"{ratio:.2f} x ({chosen['optimizer_ms']} and {against['optimizer_ms']} ms)",
-                ratio <= reference.STEP_TIME,
+                ratio <= STEP_TIME,
             )
 
 

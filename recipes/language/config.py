@@ -279,7 +279,7 @@ QUICK = (
 PRESETS = {
     "quick": Config(
         *("tiny", "python", QUICK),
-        **{"steps": 400, "sequences": 16, "micro": 16, "validation": 64},
+        **{"steps": 200, "sequences": 16, "micro": 16, "validation": 64},
         **{"validate_every": 20, "log_every": 10, "save_every": 100},
     ),
     "pilot": Config(

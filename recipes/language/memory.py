@@ -312,7 +312,7 @@ def report(results: Results) -> str:
                 *(TITLES.get(model, model), optimizers.TITLES[name], batches),
                 *(f"{expected / MIB:,.0f}", f"{cell['state_bytes'] / MIB:,.0f}"),
                 *(f"{cell['pass_bytes'] / MIB:,.0f}", f"{cell['step_bytes'] / MIB:,.0f}"),
-                f"**{peak(cell) / MIB:,.0f}**" + ("*" if cell["layers"] else ""),
+                f"**{peak(cell) / MIB:,.0f}**" + (" †" if cell["layers"] else ""),
                 *(difference, f"{paper:,d}" if paper else "-", theirs),
             ]
         )
@@ -328,7 +328,7 @@ def report(results: Results) -> str:
         f"step, and the larger of the two. A batch has, in passes x sequences of 1,024 tokens, "
         f"{batch}: the paper's for Medium and XL (it names none for Nano). With m = 4 there are "
         "four such batches in a round. Weights and gradients are float32, forward passes bfloat16"
-        f"{', compiled' if config['compile'] else ''}. * from models of 1 and 2 blocks.",
+        f"{', compiled' if config['compile'] else ''}. † from models of 1 and 2 blocks.",
         markdown(heads, lines),
     ]
     fits = fitting_batches(results)

@@ -33,6 +33,7 @@ def log(settings: Settings, last: float | None, *, gpu: str | None = "abacus") -
         "tokens": [step * 65536 for step in steps],
         "loss": [None, *losses[1:]],
         "val_loss": validated,
+        "test_loss": [*[None] * (count - 1), None if last is None else last + 0.01],
         "elapsed": [0.1 * step for step in steps],
         "optimizer_ms": [None, 90.0, *[10.0] * (count - 2)],
         "state_bytes": [0, *[1000] * (count - 1)],

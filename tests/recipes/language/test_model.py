@@ -1,13 +1,27 @@
 """The model: its size, its first loss, and what it may look at."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from benchmarks.shapes import gpt2
-from recipes.language.model import GPT2, SIZES, Rotary, Sizes, build
+from recipes.language.model import (
+    GPT2,
+    NAMES,
+    SIZES,
+    Rotary,
+    Sizes,
+    build,
+    build_by_name,
+    count_parameters,
+    load_weights,
+    missing_requirement,
+    save_weights,
+    sizes_of,
+)
 
 
 def test_gpt2_has_124_million_parameters() -> None:
@@ -26,6 +40,59 @@ def test_gpt2_has_124_million_parameters() -> None:
         del published[f"h.{layer}.attn.c_attn.weight"]
         published |= {f"h.{layer}.attn.{name}.weight": (768, 768) for name in ("c_q", "c_k", "c_v")}
     assert {name: tuple(param.shape) for name, param in model.named_parameters()} == published
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_counted(name: str) -> None:
+    if missing_requirement(name):
+        pytest.skip(missing_requirement(name) or "")
+    with torch.device("meta"):
+        model = build_by_name(name, 0)
+    assert sum(param.numel() for param in model.parameters()) == count_parameters(name)
+
+
+def test_sizes_are_those_of_gpt2() -> None:
+    assert [round(count_parameters(name) / 1e6) for name in ("gpt2-medium", "gpt2-xl")] == [
+        354,
+        1555,
+    ]
+    published = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-xl": 1_557_611_200}
+    assert {name: count_parameters(f"transformers/{name}") for name in published} == published
+    with pytest.raises(ValueError, match=r"model must be one of tiny, gpt2, .* got 'gpt3'"):
+        sizes_of("gpt3")
+
+
+@pytest.mark.parametrize("name", ["tiny", "transformers/tiny"])
+def test_weights_are_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    if missing_requirement(name):
+        pytest.skip(missing_requirement(name) or "")
+    model, tokens = build_by_name(name, 3), torch.randint(256, (2, 65))
+    first = model(tokens[:, :-1], tokens[:, 1:])
+    assert first.item() == pytest.approx(math.log(256), abs=0.3)
+    loaded = load_weights(save_weights(model, tmp_path, "run"))
+    assert loaded.sizes.width == 64
+    assert torch.equal(loaded(tokens[:, :-1], tokens[:, 1:]), first)
+    assert torch.equal(loaded(tokens[:, :-1]).argmax(-1), model(tokens[:, :-1]).argmax(-1))
+
+
+def test_plain_model_is_read_by_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = build_by_name("transformers/tiny", 0)
+    save_weights(model, tmp_path, "run")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "run")
+    tokens = torch.randint(256, (1, 64))
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens))
+
+
+def test_computing_blocks_again_changes_nothing() -> None:
+    tokens = torch.randint(256, (2, 65))
+    gradients = []
+    for recompute in (False, True):
+        model = trained()
+        model.recompute = recompute
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
 def test_tiny_shapes() -> None:

@@ -90,7 +90,7 @@ def test_missing_tokens_say_what_to_do(tmp_path: Path) -> None:
     write(tmp_path / "gutenberg/train_gpt2_1.bin", NUMBERS.tobytes())
     with pytest.raises(FileNotFoundError, match="val_gpt2"):
         locate("gutenberg", tmp_path)
-    with pytest.raises(ValueError, match="tokens must be one of gutenberg, fineweb, python"):
+    with pytest.raises(ValueError, match="tokens must be one of gutenberg, fineweb, prepared"):
         locate("wikipedia", tmp_path)
 
 
@@ -125,6 +125,17 @@ def test_windows_share_one_token() -> None:
     ]
     with pytest.raises(ValueError, match="tokens must be below 20, the vocabulary, got 22"):
         windows(stream, 10, 3, 4, vocabulary=20)
+
+
+def test_validation_tokens_are_split_in_two() -> None:
+    stream = Stream([np.arange(100, dtype=np.uint16)])
+    to_choose, to_report = tokens.held_out(stream, 3, 10)
+    assert to_choose[:, 0].tolist() == [0, 10, 20]
+    assert to_report[:, 0].tolist() == [30, 40, 50]
+    _, rest = tokens.held_out(stream, 7, 10)
+    assert rest[:, 0].tolist() == [70, 80]  # what there is
+    _, nothing = tokens.held_out(stream, 9, 10)
+    assert len(nothing) == 0
 
 
 def test_batches_go_through_contiguous_parts() -> None:

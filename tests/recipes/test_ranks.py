@@ -1,0 +1,96 @@
+"""Two processes train one model: as one process would, and only the first one writes."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import __main__ as command
+from recipes import ranks
+from recipes.language import RECIPE
+from recipes.language.config import PRESETS, Config, Trial, plan, trial
+from recipes.language.run import run, share_work
+from tests.distributed import processes
+
+TRIALS = (
+    trial("nsisa"),  # one batch, whose sequences are shared; the embedding is AdamW's
+    trial("nsisa", 4, label="nsisa_nodes"),  # two batches with their duals in each process
+    trial("misa", 4, rest="own"),
+)
+
+
+def config(*trials: Trial) -> Config:
+    changes = {"steps": 6, "sequences": 8, "micro": 4, "validation": 5}
+    every = {"log_every": 2, "validate_every": 2, "save_every": 2}
+    return dataclasses.replace(PRESETS["quick"], trials=trials, **changes, **every)
+
+
+CONFIG = config(*TRIALS)
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+def train(names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    runs = plan(CONFIG)
+    return {name: list(run(CONFIG, runs[name], device="cpu")) for name in names}
+
+
+def test_two_processes_have_the_losses_of_one() -> None:
+    names = list(plan(CONFIG))
+    alone = train(names)
+    for together in processes.run(train, 2, names):
+        for name in names:
+            for key in ("loss", "val_loss", "test_loss"):
+                expected = [line[key] for line in alone[name] if line[key] is not None]
+                found = [line[key] for line in together[name] if line[key] is not None]
+                assert found == pytest.approx(expected, rel=1e-4)
+
+
+def interrupt(folder: str) -> list[dict[str, Any]]:
+    settings = plan(CONFIG)["nsisa_nodes_m4_seed0"]
+    stopped = run(CONFIG, settings, device="cpu", checkpoints=folder)
+    list(itertools.islice(stopped, 3))  # steps 0, 2 and 4; saved at 2 and 4
+    stopped.close()
+    files = sorted(path.name for path in Path(folder).iterdir())
+    assert f"nsisa_nodes_m4_seed0.rank{ranks.rank()}of2.pt" in files
+    return list(run(CONFIG, settings, device="cpu", checkpoints=folder))
+
+
+def test_resumed_processes_are_bit_equal(tmp_path: Path) -> None:
+    whole, _ = processes.run(train, 2, ["nsisa_nodes_m4_seed0"])
+    resumed, _ = processes.run(interrupt, 2, str(tmp_path))
+    losses = [line["val_loss"] for line in resumed]
+    assert losses == [line["val_loss"] for line in whole["nsisa_nodes_m4_seed0"]]
+
+
+def use_command(folder: str) -> list[str]:
+    command.RECIPES["language"] = dataclasses.replace(RECIPE, presets={"quick": config(TRIALS[0])})
+    out = Path(folder) / f"rank{ranks.rank()}"
+    command.main(["language", "--device", "cpu", "--out", str(out), "--runs-only"])
+    return sorted(path.name for path in out.rglob("*") if path.is_file())
+
+
+def test_only_the_first_process_writes(tmp_path: Path) -> None:
+    first, second = processes.run(use_command, 2, str(tmp_path))
+    assert first == ["language.json", "nsisa_m1_seed0.jsonl"]
+    assert second == []
+
+
+def test_work_is_shared_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert share_work(4, 16) == (range(4), False)
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    assert share_work(4, 16) == (range(2, 4), False)
+    assert share_work(1, 16) == (range(1), True)
+    with pytest.raises(ValueError, match="2 processes must divide the batches of a step, 1, or"):
+        share_work(1, 15)
+
+
+def test_other_recipes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ["--out", str(tmp_path), "--runs-only"]
+    with pytest.raises(SystemExit, match="least_squares runs in one process"):
+        command.main(["least_squares", *words])
+    with pytest.raises(SystemExit):
+        command.main(["language", "--jobs", "2", "--device", "cpu", *words])
