@@ -10,12 +10,14 @@ from recipes import gan, heterogeneity, language, rl, rnn, vision
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
 from recipes.heterogeneity.report import overview
+from recipes.language import memory
 from recipes.recipe import Recipe, Results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECIPES = {
     "heterogeneity": heterogeneity.RECIPE,
     "language": language.RECIPE,
+    "language_sizes": language.RECIPE,
     "language_stages": language.RECIPE,
     "vision": vision.RECIPE,
     "vision_paper": vision.RECIPE,
@@ -46,6 +48,11 @@ def test_page_is_the_report_of_the_results(name: str, recipe: Recipe) -> None:
     assert recipe.report is not None
     page = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
     assert page == recipe.report(saved(name))
+
+
+def test_memory_page_is_the_report_of_the_results() -> None:
+    page = (RESULTS / "language_memory.md").read_text(encoding="utf-8")
+    assert page == memory.report(saved("language_memory"))
 
 
 def test_readme_shows_the_results() -> None:
