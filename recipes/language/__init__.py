@@ -1,4 +1,4 @@
-"""Language models: GPT-2 on token shards; so far a pilot with 124M parameters on books."""
+"""Language models: GPT-2 at three sizes on files of tokens, with the paper's optimizers and MISA."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def report_results(results: Results) -> str:
 
 
 RECIPE = Recipe(
-    title="GPT-2 from scratch, beside AdamW, Muon and SOAP",
+    title="GPT-2 from scratch, 124M to 1.5B parameters",
     presets=PRESETS,
     plan=plan,
     run=run,

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", choices=list(PRESETS), default="quick")
     parser.add_argument("--optimizer", choices=NAMES, required=True)
     parser.add_argument("--batches", type=int, default=1, help="m; default 1")
-    parser.add_argument("--rest", choices=["adamw", "sisa"], default="adamw")
+    parser.add_argument("--rest", choices=["adamw", "own"], default="adamw")
     parser.add_argument("--steps", type=int, help="default: the preset's")
     parser.add_argument("--grid", nargs="+", default=[], metavar="NAME=A,B")
     parser.add_argument("--out", type=Path, default=Path("runs/tune_language"), help="folder")

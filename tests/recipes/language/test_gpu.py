@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from recipes.language.config import PRESETS, Settings, Trial, plan
+from recipes.language.memory import Cell, measure
 from recipes.language.optimizers import choose, missing_requirement
 from recipes.language.run import LanguageTraining, run
 
@@ -33,6 +34,17 @@ def test_run_is_like_that_on_a_cpu(name: str, batches: int) -> None:
     assert gpu["val_loss"] == pytest.approx(cpu["val_loss"], rel=0.05)  # bfloat16
     assert gpu["state_bytes"] == cpu["state_bytes"]
     assert gpu["optimizer_ms"] > 0
+
+
+def test_peaks_do_not_depend_on_what_was_measured_before() -> None:
+    device = torch.device("cuda")
+    first = measure(Cell("tiny", "adamw", micro=4), device)
+    measure(Cell("tiny", "adamw", micro=64), device)
+    again = measure(Cell("tiny", "adamw", micro=4), device)
+    for name in ("pass_bytes", "step_bytes", "state_bytes"):
+        assert first[name] == again[name] > 0
+    parameters = 4 * first["parameters"]
+    assert first["step_bytes"] >= 2 * parameters + first["state_bytes"]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
