@@ -1,4 +1,4 @@
-"""Language models: GPT-2 at three sizes on files of tokens, with the paper's optimizers and MISA."""
+"""Language models: GPT-2 at three sizes on files of tokens, with the optimizers of the paper."""
 
 from pathlib import Path
 
