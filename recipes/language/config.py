@@ -245,9 +245,9 @@ NANO = (
 # GPT-2 as transformers has it, whose weights its other tools can take on from there.
 PLAIN_RUNS = tuple(finalist(name) for name in ("misa", "adamw", "muon"))
 
-# The larger models, for 80 steps. One setting each: that of 124M, with learning rates of AdamW in
-# proportion to 1 / width, of MISA to 1 / sqrt(width), which keeps the spectral norm of its steps.
-# Muon's and NSISA's steps have the same norm for every width.
+# The larger models, for 80 steps. The setting of 124M, with AdamW's learning rate in proportion to
+# 1 / width, MISA's to 1 / sqrt(width), which keeps the spectral norm of its steps. Muon's and
+# NSISA's steps have the same norm for every width. Then a higher rate for each, at 355M only.
 
 
 def scaled(rate: float, model: str, power: float) -> float:
@@ -255,15 +255,21 @@ def scaled(rate: float, model: str, power: float) -> float:
     return float(f"{rate * (SIZES['gpt2'].width / SIZES[model].width) ** power:.2g}")
 
 
-LARGER = tuple(
-    trial(name, label=f"{model}_{name}", model=model, seed=0, **settings)
-    for model in ("gpt2-medium", "gpt2-xl")
-    for name, settings in {
-        "nsisa": BASES["nsisa"],
-        "adamw": {**ADAM_LIKE, "lr": scaled(9e-4, model, 1.0), "warm_up": 10},
-        "misa": {**BASES["misa"], "lr": scaled(3e-3, model, 0.5)},
-        "muon": BASES["muon"],
-    }.items()
+def larger(model: str, name: str, rate: float, power: float, change: str = "") -> Trial:
+    """Return an optimizer's base for a larger model, with a rate of 124M."""
+    option = "sigma" if name == "nsisa" else "lr"
+    settings = {**BASES[name], option: scaled(rate, model, power)}
+    if name in WARMED_UP:
+        settings["warm_up"] = round(WARM_UP * TRIAL_STEPS)
+    label = f"{model}_{name}" + (f"_{change}" if change else "")
+    return trial(name, label=label, model=model, seed=0, **settings)
+
+
+RATES = {"nsisa": (80.0, 0.0), "adamw": (9e-4, 1.0), "misa": (3e-3, 0.5), "muon": (0.02, 0.0)}
+HIGHER = {"nsisa": (55.0, 0.0), "adamw": (1.8e-3, 1.0), "misa": (4e-3, 0.5), "muon": (0.03, 0.0)}
+LARGER = (
+    *(larger(m, name, *RATES[name]) for m in ("gpt2-medium", "gpt2-xl") for name in RATES),
+    *(larger("gpt2-medium", name, *HIGHER[name], "higher") for name in HIGHER),
 )
 
 # First guesses, but for SISA's: it is the one that needs care here.

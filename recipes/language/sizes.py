@@ -66,10 +66,21 @@ def check(results: Results) -> list[Check]:
     """Check all statements for which there are runs."""
     checks = []
     for model, groups in groups_of(results).items():
-        size = SIZE_TITLES.get(model, model)
-        runs = {label: group for (label, batches), group in groups.items() if batches == 1}
+        size, runs = SIZE_TITLES.get(model, model), chosen(groups)
         checks += [*check_losses(model, size, runs), *check_memory(size, runs)]
     return checks
+
+
+def chosen(groups: dict[tuple[str, int], Runs]) -> dict[str, Runs]:
+    """Return the setting of every optimizer that is lowest on the tokens to choose on, m = 1."""
+    found: dict[str, Runs] = {}
+    for (label, batches), runs in groups.items():
+        name = runs[0]["settings"]["choice"]["name"]
+        if batches > 1 or label in GIVEN or runs[0]["last"] is None:
+            continue
+        if name not in found or runs[0]["last"] < found[name][0]["last"]:
+            found[name] = runs
+    return found
 
 
 def check_losses(model: str, size: str, runs: dict[str, Runs]) -> Iterator[Check]:
@@ -109,7 +120,7 @@ def report(results: Results) -> str:
     tried = {trial["label"]: trial["tried"] for trial in config["trials"]}
     lines = []
     for model, groups in groups_of(results).items():
-        muon = groups.get(("muon", 1))
+        muon = chosen(groups).get("muon")
         for (label, batches), runs in sorted(groups.items(), key=lambda item: tested(item[1])):
             run = runs[0]
             peak = run["peak_bytes"]

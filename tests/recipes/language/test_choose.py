@@ -97,6 +97,8 @@ def test_larger_models_see_five_million_tokens() -> None:
     names = {(run.model, run.choice.name) for run in runs.values()}
     four = ("nsisa", "misa", "muon", "adamw")
     assert names == {(model, name) for model in ("gpt2-medium", "gpt2-xl") for name in four}
+    trials = Counter((run.model, run.choice.name) for run in runs.values())
+    assert {trials["gpt2-medium", name] for name in four} == {2}
     assert all(run.steps * run.sequences * 1024 > 5e6 for run in runs.values())
     changed = dataclasses.replace(PRESETS["sizes"], seed=5)
     assert set(plan(changed)) == set(runs)  # seeds are given
