@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from recipes.language.model import GPT2, SIZES, TITLES, Sizes, compile_in_parts
 from recipes.language.optimizers import choose
 from recipes.recipe import Check, Results
 from recipes.tables import checks_table, markdown
+from torchpisa.optim.accumulated import AccumulationWarning
 
 __all__ = ["PAPER", "Cell", "check", "formula", "largest_batch", "main", "measure", "plan"]
 __all__ += ["report"]
@@ -163,9 +165,12 @@ def take_steps(cell: Cell, device: torch.device, compile: bool) -> dict[str, Any
                 loss = model(tokens[:, :-1], tokens[:, 1:])
             (loss / cell.passes).backward()
 
-    for _ in range(ROUNDS * cell.batches):
-        peak_of("pass", backward)
-        peak_of("step", team.step)
+    with warnings.catch_warnings():
+        # The passes of a batch are meant to add up.
+        warnings.simplefilter("ignore", AccumulationWarning)
+        for _ in range(ROUNDS * cell.batches):
+            peak_of("pass", backward)
+            peak_of("step", team.step)
     return {
         "parameters": sizes.parameters,
         "pass_bytes": peaks["pass"] if gpu else None,
