@@ -30,7 +30,8 @@ from recipes.rl import RECIPE as RL
 from recipes.rnn import RECIPE as RNN
 from recipes.vision import RECIPE as VISION
 
-__all__ = ["RECIPES", "add_resource_options", "main", "read_resource_options", "run_recipe"]
+__all__ = ["RECIPES", "add_resource_options", "main", "read_resource_options"]
+__all__ += ["run_command", "run_recipe"]
 
 RECIPES = {
     "least_squares": LEAST_SQUARES,
@@ -235,8 +236,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words and words[0] in recipe.commands:
         recipe.commands[words[0]](words[1:])
         return
+    run_command(name, recipe, words)
+
+
+def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
+    """Do what a command asks for: run a recipe, list its runs, or show saved results.
+
+    Args:
+        name: of the recipe, as it is typed. Files have it with `_` for a space.
+        recipe: the recipe.
+        words: of the command line, after the name.
+    """
     parser = make_parser(name, recipe)
     args = parser.parse_args(words)
+    stem = name.replace(" ", "_")
     options = read_resource_options(parser, args, recipe.options)
     if args.seed is not None and args.seed < 0:
         parser.error(f"--seed must be >= 0, got {args.seed}")
@@ -254,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not any(fnmatch(run, pattern) for run in plan):
             parser.error(f"--only must match a run (--list names them), got {pattern!r}")
     if args.list:
-        runs = Runs(recipe.run, config, plan, folder / name, run_key=recipe.run_key(config))
+        runs = Runs(recipe.run, config, plan, folder / stem, run_key=recipe.run_key(config))
         for run in plan:
             print(f"{'done' if runs.log(run) else 'to do'}  {run}")
         return
@@ -275,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             done = run_recipe(
                 recipe,
                 config,
-                folder / name,
+                folder / stem,
                 options={**options, "device": device} if "device" in options else options,
                 jobs=args.jobs,
                 only=args.only,
@@ -288,8 +301,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(str(error))
     if not first:
         return
-    results = {"recipe": name, "preset": args.preset, **done}
-    path = folder / f"{name}.json"
+    results = {"recipe": stem, "preset": args.preset, **done}
+    path = folder / f"{stem}.json"
     path.write_text(json.dumps(results) + "\n", encoding="utf-8")
     print(path)
     if not args.runs_only:

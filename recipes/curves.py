@@ -106,6 +106,8 @@ def describe_settings(settings: dict[str, Any]) -> str:
     for name, value in choice["options"].items():
         if name == "gamma" and isinstance(value, list):
             words.append(f"{name} {format_value(value[0])} every {format_value(value[1])} epochs")
+        elif name == "gamma" and isinstance(value, dict):  # WarmDown
+            words.append(f"{name} 1 - 1/({value['epochs']} - epoch)")
         elif isinstance(value, list):
             words.append(f"{name} {', '.join(map(format_value, value))}")
         elif not isinstance(value, bool):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.language import check, choose, figure, memory, prepare, report, sizes, stages
+from recipes.language import check, choose, figure, finetune, memory, prepare, report, sizes, stages
 from recipes.language.config import PRESETS, add_arguments, configure, plan
 from recipes.language.results import condense
 from recipes.language.run import missing_requirement, require_data, run
@@ -53,5 +53,10 @@ RECIPE = Recipe(
     add_arguments=add_arguments,
     configure=configure,
     ranks=True,
-    commands={"prepare": prepare.main, "choose": choose.main, "memory": memory.main},
+    commands={
+        "prepare": prepare.main,
+        "choose": choose.main,
+        "memory": memory.main,
+        "finetune": finetune.main,
+    },
 )

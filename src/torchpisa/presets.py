@@ -73,6 +73,8 @@ PAPER_TABLE = {
     "cifar10/resnet34": PaperRow(0.1, 5e3, (0.80, 15), 5e-5, 0.0, 200, 4, 390, 32),
     "cifar10/vgg11": PaperRow(4.5, 3e4, (0.90, 10), 2.5e-4, 4e-4, 200, 4, 390, 32, beta=0.995),
     "cifar10/densenet121": PaperRow(0.8, 2e3, (0.25, 50), 5e-4, 5e-5, 200, 4, 390, 64),
+    "finetune/gpt2_124m": PaperRow(0.01, 2.5e4, None, 0.0, 0.0, 80, 4, 4, 62, warm_down=True),
+    "finetune/gpt2_335m": PaperRow(0.01, 1e4, None, 0.0, 0.0, 150, 4, 4, 62, warm_down=True),
     "rl/ant": PaperRow(5.0, 2e4, None, 0.0, 0.0, 100, 4, 112, 64, warm_down=True),
     "rl/humanoid": PaperRow(0.1, 1e5, None, 0.0, 0.0, 100, 4, 112, 64, warm_down=True),
     "rl/half_cheetah": PaperRow(0.5, 2e2, None, 0.0, 0.0, 100, 4, 117, 64, warm_down=True),

