@@ -210,7 +210,8 @@ class Finetuning:
             def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 finetuning.stop_clock()
                 every = finetuning.save_every
-                control.should_save = bool(every) and round(state.epoch) % every == 0
+                due = bool(every) and round(state.epoch) % every == 0
+                control.should_save = due and not stop.is_set()
 
             def on_log(
                 self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
