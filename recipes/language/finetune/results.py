@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipes import curves
 from recipes.curves import Panel, Run, compose_report, describe_settings, group_runs, run_facts
@@ -26,6 +26,7 @@ TABLE = {
 """The paper's test losses and BERTScores in percent, after 2, 5 and 15 epochs."""
 
 CURVES = ("epoch", "loss", "validation_loss", "test_loss", "elapsed")
+PAPER_SETTINGS = {PUBLISHED.label: "published setting", ROW: "the paper's row"}
 WORDS = {"test_loss": ("test loss", "below"), "similarity": ("similarity", "above")}
 
 
@@ -61,20 +62,28 @@ def choose(runs: Mapping[str, Sequence[Run]]) -> dict[str, str]:
     return {name: label for name, (_, label) in chosen.items()}
 
 
-def rows(runs: Mapping[str, list[Run]]) -> dict[str, list[Run]]:
-    """Return the paper's two settings and every optimizer's chosen trial, by title."""
-    shown: dict[str, list[Run]] = {}
-    for name, label in choose(runs).items():
-        tried = sum(group[0]["settings"]["choice"]["name"] == name for group in runs.values())
+class Row(NamedTuple):
+    """A row of the table: its title, the runs, and whether they have the paper's setting."""
+
+    title: str
+    runs: list[Run]
+    of_paper: bool = False
+
+
+def rows(runs: Mapping[str, list[Run]]) -> list[Row]:
+    """Return the paper's two settings and every optimizer's chosen trial."""
+    names = {label: group[0]["settings"]["choice"]["name"] for label, group in runs.items()}
+    rows = []
+    for name, chosen in choose(runs).items():
+        tried = list(names.values()).count(name)
         best = f", best of {tried}" if tried > 1 else ""
-        fixed = {PUBLISHED.label: "published setting", ROW: "the paper's row"}
-        for other, words in fixed.items():
-            if other in runs and runs[other][0]["settings"]["choice"]["name"] == name:
-                same = best if other == label else ""
-                shown[f"{TITLES[name]}, {words}{same}"] = runs[other]
-        if label not in fixed:
-            shown[f"{TITLES[name]}{best}"] = runs[label]
-    return shown
+        for label, words in PAPER_SETTINGS.items():
+            if names.get(label) == name:
+                title = f"{TITLES[name]}, {words}{best if label == chosen else ''}"
+                rows.append(Row(title, runs[label], of_paper=True))
+        if chosen not in PAPER_SETTINGS:
+            rows.append(Row(f"{TITLES[name]}{best}", runs[chosen]))
+    return rows
 
 
 def by_model(results: Results) -> dict[str, dict[str, list[Run]]]:
@@ -152,7 +161,7 @@ def draw(results: Results, path: Path) -> None:
     """Draw training and test loss by epoch, a row per model."""
     panels = []
     for model, runs in by_model(results).items():
-        shown = rows(runs)
+        shown = {row.title: row.runs for row in rows(runs)}
         panels.append(
             [
                 Panel(f"GPT-2 {model}", "training loss", shown, "epoch", "loss"),
@@ -187,11 +196,9 @@ def table(model: str, runs: dict[str, list[Run]]) -> str:
     lines = []
     some = next(iter(runs.values()))[0]
     epochs = [epoch for epoch in EPOCHS if epoch in some["epoch"]]
-    for title, group in rows(runs).items():
+    for title, group, of_paper in rows(runs):
         name = group[0]["settings"]["choice"]["name"]
-        paper = TABLE.get((model, name), {}) if "best" not in title or ", the" in title else {}
-        if PUBLISHED.label == group[0]["settings"]["choice"]["label"]:
-            paper = TABLE.get((model, name), {})
+        paper = TABLE.get((model, name), {}) if of_paper else {}
         lines.append(
             [
                 title,
