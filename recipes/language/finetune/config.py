@@ -76,7 +76,7 @@ def short_trials(model: str, rounds: int) -> tuple[Choice, ...]:
     sisa = (
         paper_row(model, rounds),
         paper_row(model, rounds, "sisa_row_scheme2", scheme="rmsprop"),
-        *(at_rate("sisa", lr) for lr in (1e-3, 3e-3)),
+        *(at_rate("sisa", lr) for lr in (1e-3, 2e-3)),
     )
     misa = (at_rate("misa", lr) for lr in (1e-3, 2e-3, 5e-4, 4e-3))
     return tuple(trial for turn in zip(adamw, sisa, misa, strict=True) for trial in turn)

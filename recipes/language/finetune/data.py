@@ -196,9 +196,11 @@ def load(
 def collate(examples: Sequence[Example], pad: int) -> dict[str, Tensor]:
     """Return a batch of texts, padded at their ends, as `input_ids` and `labels`.
 
-    No text sees what is behind it, so the padding needs no mask.
+    No text sees what is behind it, so the padding needs no mask. The first token is no label, since
+    nothing comes before it: Trainer divides by the number of labels.
     """
     tokens = [example.tokens for example in examples]
     padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=pad)
     labels = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=IGNORED)
+    labels[:, 0] = IGNORED
     return {"input_ids": padded, "labels": labels}

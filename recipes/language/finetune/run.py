@@ -61,6 +61,7 @@ def run(
             is removed when it is done.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(weights_folders.quiet_transformers())
         if checkpoints is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
@@ -70,8 +71,7 @@ def run(
             folder=folder,
             save_every=0 if checkpoints is None else config.save_every,
         )
-        with weights_folders.quiet_transformers():
-            yield from in_background(finetuning.train)
+        yield from in_background(finetuning.train)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -304,7 +304,7 @@ class Finetuning:
         total, count = 0.0, 0
         for start in range(0, len(examples), TEST_BATCH):
             batch = recipes_data.collate(examples[start : start + TEST_BATCH], self.codec.end)
-            targets = int((batch["labels"][:, 1:] != recipes_data.IGNORED).sum())
+            targets = int((batch["labels"] != recipes_data.IGNORED).sum())
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             with self.precision():
                 loss = self.model(**batch).loss

@@ -136,7 +136,7 @@ def test_padding_has_no_labels(cookbook: Path) -> None:
     )
     batch = data.collate([long, short], 9)
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
-    assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
+    assert batch["labels"].tolist() == [[-100, 2, 3], [-100, -100, -100]]
 
 
 # Plans
