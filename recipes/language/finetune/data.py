@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from recipes.datasets import CorruptFileError, data_folder
+from recipes.language.prepare import END, load_tokenizer
 
 __all__ = ["Codec", "Example", "Parts", "Recipe", "collate", "load", "load_codec", "read"]
 __all__ += ["locate", "verify"]
@@ -136,14 +137,13 @@ def load_codec(name: str, folder: str | None = None) -> Codec:
     if name != "gpt2":
         raise ValueError(f"tokens must be 'bytes' or 'gpt2', got {name!r}")
     place = data_folder(folder) / "gpt2-bpe"
-    files = place / "encoder.json", place / "vocab.bpe"
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file.resolve()} is missing. {BPE_INSTRUCTIONS}")
-    from tokenizers import ByteLevelBPETokenizer
-
-    bpe = ByteLevelBPETokenizer(*map(str, files))
-    end = bpe.token_to_id("<|endoftext|>")
+    try:
+        bpe = load_tokenizer(place)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"GPT-2's tokens are not in {place.resolve()}. {BPE_INSTRUCTIONS}"
+        ) from None
+    end = bpe.token_to_id(END)
     return Codec(lambda text: bpe.encode(text).ids, lambda tokens: bpe.decode(list(tokens)), end)
 
 

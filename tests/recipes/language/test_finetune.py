@@ -102,7 +102,7 @@ def test_missing_and_damaged_recipes_are_named(cookbook: Path) -> None:
     (path.parent / "recipes_1000.csv.gz").unlink()
     with pytest.raises(FileNotFoundError, match=r"no recipes_1000\.csv or .* TORCHPISA_DATA"):
         data.verify(cookbook)
-    with pytest.raises(FileNotFoundError, match=r"encoder\.json is missing\. Put GPT-2's"):
+    with pytest.raises(FileNotFoundError, match=r"GPT-2's tokens are not in .*gpt2-bpe\. Put"):
         data.load_codec("gpt2", str(cookbook))
     with pytest.raises(ValueError, match="tokens must be 'bytes' or 'gpt2', got 'words'"):
         data.load_codec("words")
@@ -210,7 +210,7 @@ def test_loaded_weights_are_those_of_the_folder(tmp_path: Path) -> None:
 
 @needs_transformers
 def test_command_says_which_weights_are_missing(cookbook: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"encoder\.json"):
+    with pytest.raises(FileNotFoundError, match=r"GPT-2's tokens are not in"):
         RECIPE.require_data(list(plan(PRESETS["short"]).values()), data=str(cookbook))
     (cookbook / "gpt2-bpe").mkdir()
     tokens = {"<|endoftext|>": 0}
