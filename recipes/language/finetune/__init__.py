@@ -1,6 +1,7 @@
 """Fine-tuning GPT-2 on recipes with transformers' Trainer, Figure 6 and Table 6."""
 
 import dataclasses
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from recipes.language.finetune.run import PACKAGES, missing_requirement, require
 from recipes.recipe import Recipe
 
 __all__ = ["RECIPE", "main"]
+
+NAME = "language finetune"
+STEM = NAME.replace(" ", "_")  # of its files
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -38,15 +42,29 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def configure(config: Config, args: Namespace) -> Config:
-    """Note which weights the runs begin with, if there are any."""
+    """Note which weights the runs begin with.
+
+    Where there are none, no run can begin, and those in the logs say what they began with.
+    """
+    logs = (args.out or Path("runs") / args.preset) / STEM
     found = {}
     for model in config.models:
         if MODELS[model].pretrained:
             try:
                 found[model] = weights.describe(weights.find(model, args.weights))
             except FileNotFoundError:
-                continue  # only a run needs them, and says so
+                found |= logged_weights(logs, model)
     return dataclasses.replace(config, weights=found)
+
+
+def logged_weights(logs: Path, model: str) -> dict[str, str]:
+    """Return the weights of a model in the header of the newest log that has them, or nothing."""
+    for path in sorted(logs.glob(f"{model}_*.jsonl"), key=lambda log: -log.stat().st_mtime):
+        with path.open(encoding="utf-8") as file:
+            noted: dict[str, str] = json.loads(file.readline())["config"]["weights"]
+        if model in noted:
+            return {model: noted[model]}
+    return {}
 
 
 RECIPE = Recipe(
@@ -73,4 +91,4 @@ def main(words: Sequence[str]) -> None:
     """Run `python -m recipes language finetune`."""
     from recipes.__main__ import run_command
 
-    run_command("language finetune", RECIPE, words)
+    run_command(NAME, RECIPE, words)

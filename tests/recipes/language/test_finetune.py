@@ -248,6 +248,31 @@ def test_quick_models_learn(cookbook: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_transformers
+def test_runs_from_weights_can_be_read_without_them(
+    cookbook: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = Model(1, 1, 8, positions=256, tokens="bytes")
+    monkeypatch.setitem(MODELS, "124m", sizes)
+    config = dataclasses.replace(CONFIG, models=("124m",), epochs=1, sample_epochs=())
+    monkeypatch.setitem(PRESETS, "short", config)
+    folder = save_gpt2(cookbook / "ours", sizes)
+    words = ["language", "finetune", "--preset", "short", "--data", str(cookbook), "--runs-only"]
+    words += ["--device", "cpu", "--only", "*adamw*"]
+    command.main([*words, "--weights", str(folder)])
+    path = cookbook / "runs/short/language_finetune.json"
+    first = json.loads(path.read_text(encoding="utf-8"))
+    assert first["config"]["weights"] == {"124m": weights.describe(folder)}
+    assert len(first["runs"]) == 1
+    command.main([*words, "--no-runs"])  # without the weights
+    again = json.loads(path.read_text(encoding="utf-8"))
+    assert again["config"] == first["config"]
+    assert again["runs"] == first["runs"]
+    save_gpt2(folder, sizes, vocabulary=300)
+    command.main([*words, "--no-runs", "--weights", str(folder)])  # with others
+    assert not json.loads(path.read_text(encoding="utf-8"))["runs"]
+
+
+@needs_transformers
 def test_resumed_run_is_the_same(cookbook: Path) -> None:
     settings = dataclasses.replace(chosen("sisa"), dropout=0.1)
     whole = logged(settings, cookbook)
