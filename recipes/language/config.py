@@ -356,16 +356,21 @@ def label(trial: str, batches: int, seed: int) -> str:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add options for other models and tokens than a preset's."""
+    """Add options for another model, other tokens or another length than a preset's."""
     parser.add_argument("--model", choices=MODELS, metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--tokens", choices=list(SOURCES), help="default: the preset's")
+    parser.add_argument("--steps", type=int, help="of every run; default: the preset's")
 
 
 def configure(config: Config, args: Namespace) -> Config:
-    """Return a configuration with the model and the tokens that were asked for."""
+    """Return a configuration with the model, the tokens and the length that were asked for."""
     if args.model is not None:
         trials = tuple(replace(trial, model=None) for trial in config.trials)
         config = replace(config, model=args.model, trials=trials)
+    if args.steps is not None:
+        if args.steps < 1:
+            raise ValueError(f"--steps must be >= 1, got {args.steps}")
+        config = replace(config, steps=args.steps)
     return config if args.tokens is None else replace(config, tokens=args.tokens)
 
 
