@@ -18,7 +18,7 @@ import torch
 
 from recipes import __main__ as command
 from recipes.datasets import CorruptFileError
-from recipes.language.finetune import RECIPE, data, results, similarity, weights
+from recipes.language.finetune import RECIPE, data, results, similarity, texts, weights
 from recipes.language.finetune.config import MODELS, PRESETS, PUBLISHED, ROW, Model, plan
 from recipes.language.finetune.data import BYTES, Recipe
 from recipes.language.finetune.run import Finetuning, in_background, run
@@ -249,9 +249,10 @@ def test_quick_models_learn(cookbook: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert done["loss"][-1] < done["loss"][1]
         assert done["similarity_model"] == "words"
         assert [value is not None for value in done["similarity"]] == [False, False, True, False]
-        texts = json.loads((cookbook / "runs/texts" / f"{name}.json").read_text(encoding="utf-8"))
-        assert list(texts) == ["2"]
-        assert [text["reference"][:8] for text in texts["2"]] == ["Mix the "] * 8
+        file = cookbook / "runs/texts" / f"{name}.json"
+        written = json.loads(file.read_text(encoding="utf-8"))
+        assert list(written) == ["2"]
+        assert [text["reference"][:8] for text in written["2"]] == ["Mix the "] * 8
     assert all(check["holds"] for check in saved["checks"])
     page = (cookbook / "runs/quick/language_finetune.md").read_text(encoding="utf-8")
     assert "BERTScore, words, %" in page
@@ -399,12 +400,12 @@ def test_model_of_a_folder_names_the_metric(tmp_path: Path) -> None:
 
 
 def test_scores_are_added_to_a_log(tmp_path: Path) -> None:
-    log, texts = tmp_path / "a.jsonl", tmp_path / "texts" / "a.json"
+    log, file = tmp_path / "a.jsonl", tmp_path / "texts" / "a.json"
     entries = [{"settings": {}}, {"epoch": 0}, {"epoch": 2}, {"seconds": 1.0}]
     log.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-    texts.parent.mkdir()
-    texts.write_text(json.dumps({"2": [{"text": "a b", "reference": "b c"}]}), encoding="utf-8")
-    similarity.add_to_log(log, texts, WordScorer("words", Path()))
+    file.parent.mkdir()
+    file.write_text(json.dumps({"2": [{"text": "a b", "reference": "b c"}]}), encoding="utf-8")
+    similarity.add_to_log(log, file, WordScorer("words", Path()))
     scored = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     assert scored[1:3] == [
         {"epoch": 0, "bertscore_words": None},
@@ -482,3 +483,25 @@ def test_table_has_the_paper_beside_it(saved: dict[str, Any]) -> None:
     assert "| 40.00, 40.00, 40.00 | 83.15, 84.36, 84.82 |" in rows["SISA, the paper's row"]
     assert "gamma 1 - 1/(80 - epoch)" in rows["SISA, the paper's row"]
     assert rows["AdamW, best of 3"].endswith("| 60.00, 60.00, 60.00 | - |")
+
+
+def test_texts_of_the_rows_are_shown(saved: dict[str, Any], tmp_path: Path) -> None:
+    for name in saved["runs"]:
+        both = [{"ingredients": "eggs", "reference": "Bake.", "text": f"By {name},\n*now*"}] * 2
+        early = [{**both[0], "text": "too early"}] * 2
+        (tmp_path / f"{name}.json").write_text(json.dumps({"5": early, "15": both}))
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    texts.main([str(path), "--texts", str(tmp_path), "--recipes", "1"])
+    page = (tmp_path / "results_texts.md").read_text(encoding="utf-8")
+    assert page.splitlines() == [
+        "**GPT-2 124m**, ingredients: eggs",
+        "",
+        "- The recipe: Bake.",
+        r"- AdamW, published setting: By a, \*now\*",
+        r"- AdamW, best of 3: By b, \*now\*",
+        r"- SISA, the paper's row: By d, \*now\*",
+        r"- MISA: By e, \*now\*",
+    ]
+    with pytest.raises(SystemExit):
+        texts.main([str(path), "--texts", str(tmp_path / "elsewhere")])

@@ -1,0 +1,78 @@
+"""Show what the models of a comparison wrote for some of the test recipes, as Markdown.
+
+python -m recipes.language.finetune.texts runs/short/language_finetune.json --texts runs/texts
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.language.finetune.results import by_model, rows
+from recipes.recipe import Results
+
+__all__ = ["excerpts", "main"]
+
+
+def excerpts(results: Results, folder: Path, count: int) -> str:
+    """Return the last texts of the table's rows for the first test recipes.
+
+    Args:
+        results: of a comparison.
+        folder: where the runs left their texts.
+        count: how many recipes.
+    """
+    parts = []
+    for model, runs in by_model(results).items():
+        written = {row.title: last_texts(results, row.runs[0], folder) for row in rows(runs)}
+        some = next(iter(written.values()))
+        for number, recipe in enumerate(some[:count]):
+            parts.append(f"**GPT-2 {model}**, ingredients: {recipe['ingredients']}")
+            lines = [f"- The recipe: {one_line(recipe['reference'])}"]
+            lines += [
+                f"- {title}: {one_line(texts[number]['text'])}" for title, texts in written.items()
+            ]
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def last_texts(results: Results, run: dict[str, Any], folder: Path) -> list[dict[str, str]]:
+    (name,) = (name for name, other in results["runs"].items() if other is run)
+    by_epoch = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    texts: list[dict[str, str]] = by_epoch[max(by_epoch, key=int)]
+    return texts
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks and without what Markdown would take for its own."""
+    return "".join(escaped(" ".join(text.split())))
+
+
+def escaped(text: str) -> Iterator[str]:
+    for character in text:
+        yield f"\\{character}" if character in r"\`*_[]<>|" else character
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m recipes.language.finetune.texts", description="Show what models wrote"
+    )
+    parser.add_argument("results", type=Path, help="JSON file of the recipe")
+    parser.add_argument("--texts", type=Path, default=Path("runs/texts"), help="folder")
+    parser.add_argument("--recipes", type=int, default=3, help="how many; default %(default)s")
+    args = parser.parse_args(argv)
+    if args.recipes < 1:
+        parser.error(f"--recipes must be >= 1, got {args.recipes}")
+    results = json.loads(args.results.read_text(encoding="utf-8"))
+    try:
+        page = excerpts(results, args.texts, args.recipes)
+    except FileNotFoundError as error:
+        parser.error(f"--texts must be the folder with the texts of the runs: {error}")
+    path = args.results.with_name(f"{args.results.stem}_texts.md")
+    path.write_text(page, encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
