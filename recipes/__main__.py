@@ -232,21 +232,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"usage: python -m recipes NAME ...\n\n{listing}")
         wants_list = name in ("", "-h", "--help")
         sys.exit(0 if wants_list else f"\nNAME must be one of these, got {name!r}")
-    recipe = RECIPES[name]
-    if words and words[0] in recipe.commands:
-        recipe.commands[words[0]](words[1:])
-        return
-    run_command(name, recipe, words)
+    run_command(name, RECIPES[name], words)
 
 
 def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
-    """Do what a command asks for: run a recipe, list its runs, or show saved results.
+    """Do what a command asks for: run a recipe, list its runs, show results, or another command.
 
     Args:
         name: of the recipe, as it is typed. Files have it with `_` for a space.
         recipe: the recipe.
         words: of the command line, after the name.
     """
+    if words and words[0] in recipe.commands:
+        recipe.commands[words[0]](words[1:])
+        return
     parser = make_parser(name, recipe)
     args = parser.parse_args(words)
     stem = name.replace(" ", "_")

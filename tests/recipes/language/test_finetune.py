@@ -399,13 +399,15 @@ def test_model_of_a_folder_names_the_metric(tmp_path: Path) -> None:
     assert scorer.column == "bertscore_bert"
 
 
-def test_scores_are_added_to_a_log(tmp_path: Path) -> None:
+def test_scores_are_added_to_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, file = tmp_path / "a.jsonl", tmp_path / "texts" / "a.json"
     entries = [{"settings": {}}, {"epoch": 0}, {"epoch": 2}, {"seconds": 1.0}]
     log.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
     file.parent.mkdir()
     file.write_text(json.dumps({"2": [{"text": "a b", "reference": "b c"}]}), encoding="utf-8")
-    similarity.add_to_log(log, file, WordScorer("words", Path()))
+    monkeypatch.setattr(similarity, "find_scorer", lambda folder: WordScorer("words", Path()))
+    words = ["--logs", str(tmp_path), "--texts", str(file.parent)]
+    command.main(["language", "finetune", "score", *words])
     scored = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     assert scored[1:3] == [
         {"epoch": 0, "bertscore_words": None},
@@ -465,8 +467,13 @@ def test_statements(saved: dict[str, Any]) -> None:
     of_paper = [holds[key] for key in holds if "published setting" in key[1]]
     assert of_paper == [True, False, True, False, False, False]
     assert holds["124m, test loss, epoch 2", "SISA's row 3.69, AdamW's published setting 5.20"]
-    misa = [value for key, value in holds.items() if "MISA" in key[1]]
+    misa = [value for key, value in holds.items() if ": misa_lr0.002 " in key[1]]
     assert misa == [True] * 6
+    sisa = [key[1] for key in holds if ": sisa_row below" in key[1]]
+    assert sisa == ["(not in the paper) chosen trials: sisa_row below adamw_lr0.001"] * 3
+    for other in "bc":
+        del saved["runs"][other]
+    assert not any(": sisa_row" in check.paper for check in results.check(saved))
 
 
 def test_table_has_the_paper_beside_it(saved: dict[str, Any]) -> None:
@@ -492,14 +499,15 @@ def test_texts_of_the_rows_are_shown(saved: dict[str, Any], tmp_path: Path) -> N
         (tmp_path / f"{name}.json").write_text(json.dumps({"5": early, "15": both}))
     path = tmp_path / "results.json"
     path.write_text(json.dumps(saved), encoding="utf-8")
-    texts.main([str(path), "--texts", str(tmp_path), "--recipes", "1"])
+    (tmp_path / "b.json").unlink()  # one without texts
+    words = [str(path), "--texts", str(tmp_path), "--recipes", "1"]
+    command.main(["language", "finetune", "texts", *words])
     page = (tmp_path / "results_texts.md").read_text(encoding="utf-8")
     assert page.splitlines() == [
         "**GPT-2 124m**, ingredients: eggs",
         "",
         "- The recipe: Bake.",
         r"- AdamW, published setting: By a, \*now\*",
-        r"- AdamW, best of 3: By b, \*now\*",
         r"- SISA, the paper's row: By d, \*now\*",
         r"- MISA: By e, \*now\*",
     ]
