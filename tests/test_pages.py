@@ -1,4 +1,4 @@
-"""The tables of docs/results.md are those of the saved results."""
+"""The tables of the pages are those of the saved results."""
 
 import json
 from pathlib import Path
@@ -69,6 +69,35 @@ def test_overview() -> None:
     ]
     constant, cosine = sum(better[:2]), sum(better[2:4])
     assert f"better than AdamW at 1e-3 on {constant} and {cosine} of 18 tasks |" in PAGE
+
+
+def test_finetuning() -> None:
+    """The first table of docs/finetune.md is that of the results and of what was cut off."""
+    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    by_label = {
+        run["settings"]["choice"]["label"]: dict(zip(run["epoch"], run["test_loss"], strict=True))
+        for run in saved("language_finetune")["runs"].values()
+    }
+    log = ROOT / "docs" / "results" / "language_finetune_unfinished.jsonl"
+    for line in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
+        if "settings" in line:
+            losses = by_label[line["settings"]["choice"]["label"]] = {}
+        else:
+            losses[line["epoch"]] = line["test_loss"]
+    titles = {
+        "adamw_published": "AdamW, published setting",
+        "sisa_row": "SISA, the paper's row",
+        "misa_lr0.002": "MISA, lr 2e-3",
+        "adamw_lr0.001": "AdamW, lr 1e-3, cut off",
+        "sisa_row_scheme2": "SISA, the paper's row with Scheme II, cut off",
+        "misa_lr0.001": "MISA, lr 1e-3, cut off",
+    }
+    for label, title in titles.items():
+        values = [by_label[label].get(epoch) for epoch in (2, 5, 15)]
+        shown = ["-" if value is None else f"{value:.2f}" for value in values]
+        assert f"| {title} | {' | '.join(shown)} |" in page, shown
+    pretrained = next(iter(saved("language_finetune_pretraining")["runs"].values()))
+    assert f"validation loss {pretrained['val_loss'][-1]:.2f})" in page
 
 
 def test_time_of_misas_kernels() -> None:

@@ -10,7 +10,7 @@ from recipes import gan, heterogeneity, language, rl, rnn, vision
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
 from recipes.heterogeneity.report import overview
-from recipes.language import memory
+from recipes.language import finetune, memory
 from recipes.recipe import Recipe, Results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -19,6 +19,7 @@ RECIPES = {
     "language": language.RECIPE,
     "language_sizes": language.RECIPE,
     "language_stages": language.RECIPE,
+    "language_finetune": finetune.RECIPE,
     "vision": vision.RECIPE,
     "vision_paper": vision.RECIPE,
     "gan": gan.RECIPE,

@@ -189,7 +189,7 @@ def report(results: Results) -> str:
             f"lowest loss on {validation} others after {config['epochs']} epochs.",
             table(model, runs),
             "**All trials**:",
-            all_trials(runs, config["epochs"]),
+            all_trials(runs, config["epochs"], missing_trials(results, model)),
         ]
     return compose_report(results, parts, check(results))
 
@@ -233,7 +233,12 @@ def triple(values: Sequence[float | None], digits: int) -> str:
     return ", ".join(words) or "-"
 
 
-def all_trials(runs: Mapping[str, list[Run]], epochs: int) -> str:
+def missing_trials(results: Results, model: str) -> list[str]:
+    """Return the names of a model's runs that were not done."""
+    return [name for name in results["missing"] if name.startswith(f"{model}_")]
+
+
+def all_trials(runs: Mapping[str, list[Run]], epochs: int, missing: Sequence[str]) -> str:
     lines = []
     for label, group in runs.items():
         losses = [value_at(group, f"{part}_loss", epochs) for part in ("validation", "test")]
@@ -245,5 +250,6 @@ def all_trials(runs: Mapping[str, list[Run]], epochs: int) -> str:
                 f"{seconds:.2f}",
             ]
         )
+    lines += [[name, "", "", "not done", "", ""] for name in missing]
     heads = ["trial", "settings", "seeds", "validation loss", "test loss"]
     return markdown([*heads, "seconds per epoch, shared"], lines)

@@ -5,6 +5,7 @@ python -m recipes.language.finetune.texts runs/short/language_finetune.json --te
 
 import argparse
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from recipes.language.finetune.results import by_model, rows
 from recipes.recipe import Results
 
 __all__ = ["excerpts", "main"]
+
+LONGEST = 400  # characters
 
 
 def excerpts(results: Results, folder: Path, count: int) -> str:
@@ -54,8 +57,8 @@ def last_texts(file: Path) -> list[dict[str, str]]:
 
 
 def one_line(text: str) -> str:
-    """Return a text without line breaks and without what Markdown would take for its own."""
-    return "".join(escaped(" ".join(text.split())))
+    """Return the beginning of a text, on one line, without what Markdown would take for its own."""
+    return "".join(escaped(textwrap.shorten(text, LONGEST, placeholder=" ...")))
 
 
 def escaped(text: str) -> Iterator[str]:
