@@ -84,6 +84,8 @@ def test_finetuning() -> None:
             losses = by_label[line["settings"]["choice"]["label"]] = {}
         else:
             losses[line["epoch"]] = line["test_loss"]
+            score = line.get("bertscore_all-MiniLM-L6-v2")
+            assert score is None or f"{100 * score:.1f} %" in page
     titles = {
         "adamw_published": "AdamW, published setting",
         "sisa_row": "SISA, the paper's row",

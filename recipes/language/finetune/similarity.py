@@ -84,7 +84,7 @@ def find_scorer(folder: Path | None = None) -> Scorer | None:
 
 
 def add_to_log(log: Path, texts_file: Path, scorer: Scorer) -> None:
-    """Add the scores of saved texts to the lines of a log.
+    """Add the scores of saved texts to the lines of a log, finished or not.
 
     Args:
         log: of a run.
@@ -92,11 +92,12 @@ def add_to_log(log: Path, texts_file: Path, scorer: Scorer) -> None:
         scorer: what scores them.
     """
     written = json.loads(texts_file.read_text(encoding="utf-8"))
-    header, *lines, end = map(json.loads, log.read_text(encoding="utf-8").splitlines())
-    for line in lines:
-        texts = written.get(str(line["epoch"]))
-        line[scorer.column] = None if texts is None else score_texts(scorer, texts)
-    log.write_text("".join(json.dumps(entry) + "\n" for entry in (header, *lines, end)))
+    entries = list(map(json.loads, log.read_text(encoding="utf-8").splitlines()))
+    for entry in entries:
+        if "epoch" in entry:  # neither the header nor the end
+            texts = written.get(str(entry["epoch"]))
+            entry[scorer.column] = None if texts is None else score_texts(scorer, texts)
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
 
 
 def score_texts(scorer: Scorer, texts: Sequence[dict[str, Any]]) -> float:
