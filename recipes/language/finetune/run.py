@@ -70,6 +70,7 @@ def run(
             *(settings, device, data, weights, texts, find_scorer(similarity)),
             folder=folder,
             save_every=0 if checkpoints is None else config.save_every,
+            origin=config.weights.get(settings.model, ""),
         )
         yield from in_background(finetuning.train)
         shutil.rmtree(folder, ignore_errors=True)
@@ -117,6 +118,7 @@ class Finetuning:
         scorer: of the texts, or None.
         folder: for checkpoints.
         save_every: epochs between them; 0 for none.
+        origin: which weights these are. Checkpoints of others are not used.
     """
 
     def __init__(
@@ -129,9 +131,10 @@ class Finetuning:
         scorer: Scorer | None,
         folder: Path,
         save_every: int,
+        origin: str = "",
     ) -> None:
         self.settings, self.device, self.scorer = settings, torch.device(device), scorer
-        self.folder, self.save_every = folder, save_every
+        self.folder, self.save_every, self.origin = folder, save_every, origin
         self.texts_file = None if texts is None else Path(texts) / f"{settings.name}.json"
         sizes = MODELS[settings.model]
         self.codec: Codec = recipes_data.load_codec(sizes.tokens, data)
@@ -166,9 +169,10 @@ class Finetuning:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     def find_checkpoint(self) -> Path | None:
-        """Return the last complete checkpoint of the same settings; remove those of others."""
-        key = json.loads(json.dumps(dataclasses.asdict(self.settings)))
-        file = self.folder / "settings.json"
+        """Return the last complete checkpoint of the same run; remove those of others."""
+        run_key = {"weights": self.origin, "settings": dataclasses.asdict(self.settings)}
+        key = json.loads(json.dumps(run_key))
+        file = self.folder / "run.json"
         if not file.is_file() or json.loads(file.read_text(encoding="utf-8")) != key:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
@@ -198,7 +202,9 @@ class Finetuning:
                 return self.accelerator.prepare(loader)
 
         class EpochLog(transformers.TrainerCallback):
-            """A line per epoch, checkpoints every few of them, and an early end."""
+            """A line per whole epoch, checkpoints every few of them, and an early end."""
+
+            whole = False
 
             def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 sampler.set_epoch(round(state.epoch))
@@ -209,14 +215,15 @@ class Finetuning:
 
             def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 finetuning.stop_clock()
+                self.whole = state.global_step % settings.rounds == 0
                 every = finetuning.save_every
                 due = bool(every) and round(state.epoch) % every == 0
-                control.should_save = due and not stop.is_set()
+                control.should_save = due and self.whole
 
             def on_log(
                 self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
             ) -> None:
-                if logs is None or "loss" not in logs or stop.is_set():
+                if logs is None or "loss" not in logs or not self.whole:
                     return  # the summary at the end, or a part of an epoch
                 line = finetuning.line(round(state.epoch), logs["loss"])
                 finetuning.lines.append(line)

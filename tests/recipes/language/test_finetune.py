@@ -300,6 +300,22 @@ def test_resumed_run_is_the_same(cookbook: Path) -> None:
 
 
 @needs_transformers
+def test_checkpoints_of_other_weights_are_not_used(cookbook: Path) -> None:
+    def build(origin: str) -> Finetuning:
+        places = (str(cookbook), (), None, None, cookbook / "c")
+        return Finetuning(chosen("misa"), "cpu", *places, 1, origin)
+
+    assert build("ours (01)").find_checkpoint() is None
+    saved = cookbook / "c" / "checkpoint-8"
+    saved.mkdir()
+    assert build("ours (01)").find_checkpoint() is None  # its state is not there yet
+    (saved / "trainer_state.json").touch()
+    assert build("ours (01)").find_checkpoint() == saved
+    assert build("theirs (02)").find_checkpoint() is None
+    assert not saved.exists()
+
+
+@needs_transformers
 def test_micro_batches_are_the_batches_of_a_round(cookbook: Path) -> None:
     settings = dataclasses.replace(chosen("sisa"), epochs=2, sample_epochs=())
     folder = cookbook / "checkpoints"
