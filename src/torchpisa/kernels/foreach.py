@@ -208,9 +208,7 @@ class _RootFactors(NamedTuple):
     cap: Any
 
 
-def _root_factors(
-    rule: SecondMoment, ratios: Any, counts: Any, dtype: torch.dtype
-) -> _RootFactors:
+def _root_factors(rule: SecondMoment, ratios: Any, counts: Any, dtype: torch.dtype) -> _RootFactors:
     """Return delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)) in terms of the uncorrected root.
 
     Args:
