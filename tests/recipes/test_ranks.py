@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from recipes.language import RECIPE
 from recipes.language.config import PRESETS, Config, Trial, plan, trial
 from recipes.language.run import run, share_work
 from tests.distributed import processes
+from tests.distributed.launch import torchrun
 
 TRIALS = (
     trial("nsisa"),  # one batch, whose sequences are shared; the embedding is AdamW's
@@ -64,17 +66,19 @@ def test_resumed_processes_are_bit_equal(tmp_path: Path) -> None:
     assert losses == [line["val_loss"] for line in whole["nsisa_nodes_m4_seed0"]]
 
 
-def use_command(folder: str) -> list[str]:
+def use_command(folder: str) -> None:
+    """Do a short run by the command, each process with a folder of its own."""
     command.RECIPES["language"] = dataclasses.replace(RECIPE, presets={"quick": config(TRIALS[0])})
-    out = Path(folder) / f"rank{ranks.rank()}"
-    command.main(["language", "--device", "cpu", "--out", str(out), "--runs-only"])
-    return sorted(path.name for path in out.rglob("*") if path.is_file())
+    out = str(Path(folder) / os.environ["RANK"])
+    command.main(["language", "--device", "cpu", "--out", out, "--runs-only"])
 
 
-def test_only_the_first_process_writes(tmp_path: Path) -> None:
-    first, second = processes.run(use_command, 2, str(tmp_path))
-    assert first == ["language.json", "nsisa_m1_seed0.jsonl"]
-    assert second == []
+def test_torchrun_and_who_writes(tmp_path: Path) -> None:
+    done = torchrun(Path(__file__).with_name("ranks_worker.py"), tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json*"))
+    assert files == ["0/language.json", "0/language/nsisa_m1_seed0.jsonl"]
+    assert done.stdout.count("nsisa_m1_seed0: ") == 1
 
 
 def test_work_is_shared_equally(monkeypatch: pytest.MonkeyPatch) -> None:
