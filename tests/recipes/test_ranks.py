@@ -30,7 +30,7 @@ def config(*trials: Trial) -> Config:
 
 
 CONFIG = config(*TRIALS)
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def train(names: list[str]) -> dict[str, list[dict[str, Any]]]:
