@@ -284,23 +284,24 @@ def largest_batch(
 ) -> int | None:
     """Return the most sequences of a pass that fit into so many GiB; None if it is not known.
 
-    The passes of two batches, measured with AdamW, say what a sequence needs. What is there before
-    a pass differs by the optimizer's state.
+    What a sequence needs was measured with AdamW: by two batches or, where there is one only, as
+    what its passes need beside weights, gradients and state. What is there before a pass differs
+    by the optimizer's state.
     """
     cell, adamw = (full_size(cells, model, name) for name in (optimizer, "adamw"))
     wanted = {"model": model, "optimizer": "adamw", "batches": 1, "layers": None}
     micro, _ = BATCHES.get(model, (4, 1))
     a = find(cells, **wanted, recompute=recompute, micro=micro)
     b = find(cells, **wanted, recompute=recompute, micro=2 * micro)
-    if cell is None or adamw is None or a is None or b is None:
+    if cell is None or adamw is None or a is None:
         return None
-    per_sequence = (b["pass_bytes"] - a["pass_bytes"]) / micro
-    fixed = a["pass_bytes"] - micro * per_sequence
-    fixed += cell["pass_bytes"] - adamw["pass_bytes"]
+    beside = 8 * a["parameters"] + a["state_bytes"]
+    more = a["pass_bytes"] - beside if b is None else b["pass_bytes"] - a["pass_bytes"]
+    fixed = a["pass_bytes"] - more + cell["pass_bytes"] - adamw["pass_bytes"]
     bytes_there = (room - RESERVED) * GIB
     if cell["step_bytes"] > bytes_there:
         return 0
-    return max(0, int((bytes_there - fixed) // per_sequence))
+    return max(0, int((bytes_there - fixed) * micro // more))
 
 
 def report(results: Results) -> str:
@@ -358,21 +359,24 @@ def fields(cell: Mapping[str, Any]) -> dict[str, Any]:
 def fitting_batches(results: Results) -> str:
     """Return the table of batches that fit 1.5B parameters onto cards, or nothing."""
     cells, model = results["cells"], "gpt2-xl"
-    lines = []
+    lines, again = [], False
     for name in CHOICES:
         line: list[object] = [optimizers.TITLES[name]]
         for room in CARDS.values():
-            pair = [largest_batch(cells, model, name, room, again) for again in (False, True)]
-            if None not in pair:
-                line.append(" / ".join("no" if n == 0 else str(n) for n in pair))
-        if len(line) > 1:
+            pair = [largest_batch(cells, model, name, room, option) for option in (False, True)]
+            known = [count for count in pair if count is not None]
+            again = again or len(known) == 2
+            line.append(" / ".join("no" if count == 0 else str(count) for count in known) or "-")
+        if any(entry != "-" for entry in line[1:]):
             lines.append(line)
     if not lines:
         return ""
+    how = "keeping everything for the backward pass"
+    how += " / computing the blocks again" if again else ""
     intro = (
-        "Sequences of 1,024 tokens per pass that fit XL onto a card, m = 1, keeping everything for "
-        "the backward pass / computing the blocks again. From the measurements above, with "
-        f"{RESERVED:g} GiB of the card left for others; 'no': not even one."
+        f"Sequences of 1,024 tokens per pass that fit XL onto a card, m = 1, {how}. From the "
+        f"measurements above, with {RESERVED:g} GiB of the card left for others; 'no': not even "
+        "one."
     )
     return f"{intro}\n\n{markdown(['', *CARDS], lines)}"
 

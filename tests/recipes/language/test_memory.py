@@ -91,6 +91,9 @@ def test_largest_batch() -> None:
     assert muon == misa > 0  # for MISA's rows there is room, for a second moment there is not
     assert fits(cells, "gpt2-xl", "soap", 40, True) == 0
     assert fits([], "gpt2-xl", "adamw", 80, False) is None
+    one_batch = [cell for cell in cells if cell["micro"] == 4 and not cell["recompute"]]
+    assert fits(one_batch, "gpt2-xl", "adamw", 80, False) == (79 - fixed) // 3
+    assert fits(one_batch, "gpt2-xl", "adamw", 80, True) is None
 
 
 def test_report() -> None:
