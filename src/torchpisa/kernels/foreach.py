@@ -472,9 +472,9 @@ def _of_matrices(
 ) -> Tensors:
     """Return what `solve` makes of whole matrices, also where they are spread over processes."""
     if members[0].whole is not None:
-        from torchpisa.distributed import dtensor
+        from torchpisa.distributed import owners
 
-        return dtensor.solve(tensors, [member.origin for member in members], solve)
+        return owners.solve(tensors, [member.origin for member in members], solve)
     return solve([as_matrix(tensor) for tensor in tensors])
 
 
