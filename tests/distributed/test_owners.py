@@ -1,6 +1,7 @@
 """Whole matrices of which processes hold parts or copies: one process does what is done to each."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +70,23 @@ def exchange(shapes: Any, blocks: int, placements: Any, shared: bool, most: int)
     wholes = [distribute_tensor(matrix, mesh, placements) for matrix in matrices]
     beside = [torch.randn(3 * n + 1, 2, dtype=torch.float64) for n in range(len(shapes))]
     once = blocks == 1 and owners.is_cut_once(wholes[0])
-    spread = [owners.spread(full, w) if once else w for full, w in zip(beside, wholes)]
+    spread = [owners.spread(full, w) if once else w for full, w in zip(beside, wholes, strict=True)]
     done = []
 
     def solve(given: list[list[Tensor]]) -> list[list[Tensor]]:
         done.extend(f"{block.sum():.9f}" for block, _ in given)
         return [[other + 1, turned(block)] for block, other in given]
 
+    tensors = [[w, s] for w, s in zip(wholes, spread, strict=True)]
     results = owners.by_owners(
-        [[dtensor.local(w), dtensor.local(s)] for w, s in zip(wholes, spread)],
-        [[w, s] for w, s in zip(wholes, spread)],
+        [list(map(dtensor.local, of_matrix)) for of_matrix in tensors],
+        tensors,
         solve,
         returned=(1, 0),
         blocks=blocks,
         replicas=mesh.get_group("replicate") if shared else None,
     )
-    for matrix, whole, other, (changed, part) in zip(matrices, wholes, spread, results):
+    for matrix, other, (changed, part) in zip(matrices, spread, results, strict=True):
         expected = torch.cat([turned(block) for block in matrix.chunk(blocks)])
         expected = dtensor.local(distribute_tensor(expected, mesh, placements))
         torch.testing.assert_close(part, expected, rtol=0, atol=0)
@@ -199,13 +201,13 @@ def misa(
     grad_scale: float | None = None,
     **settings: Any,
 ) -> dict[str, nn.Parameter]:
-    """Train; `spread` makes tensors of this process of whole ones, `absent` leaves gradients out."""
+    """Train; `spread` makes this process's tensors of whole ones, `absent` leaves gradients out."""
     params = {name: nn.Parameter(spread(w)) for name, w in start_values(dtype).items()}
     opt = optimizer(params, **settings)
     for step in range(steps):
         for name, param in params.items():
-            grad = None if absent and absent(name, step) else spread(gradient(name, step, dtype))
-            param.grad = grad if grad is None or grad_scale is None else grad * grad_scale
+            grad = spread((grad_scale or 1) * gradient(name, step, dtype))
+            param.grad = None if absent and absent(name, step) else grad
         if grad_scale is not None:  # as GradScaler calls it
             opt.grad_scale = torch.tensor(grad_scale)
             opt.found_inf = torch.tensor(float(step == 2))
@@ -298,14 +300,13 @@ def counted(placements: Any, shared: bool) -> tuple[int, int]:
         solved.append(len(bs))
         return plain(bs, *args)
 
+    def noting(call: Any, *args: Any, **more: Any) -> Any:
+        collectives.append(call)
+        return call(*args, **more)
+
     newton_schulz.orthogonalize = counting
     for name in ("all_to_all_single", "broadcast", "all_reduce"):
-
-        def wrapped(*args: Any, call: Any = getattr(distributed, name), **more: Any) -> Any:
-            collectives.append(call)
-            return call(*args, **more)
-
-        setattr(distributed, name, wrapped)
+        setattr(distributed, name, partial(noting, getattr(distributed, name)))
     misa_on_processes(placements, shared, steps=1)
     return sum(solved), len(collectives)
 
@@ -455,7 +456,7 @@ def refused() -> list[str]:
         (both_ways, {"before": Whiten()}),
     ]
     for param, settings in cases:
-        with pytest.raises(ValueError, match=".") as told:
+        with pytest.raises(ValueError, match=r"must be") as told:
             MISA([param], **settings)
         messages.append(str(told.value))
     MISA([by_rows], replicas=mesh["replicate"], before=Whiten())

@@ -464,9 +464,8 @@ class _Exchange:
         self, matrix: _Matrix, layouts: Sequence[Sequence[_Layout]], process: int
     ) -> list[_Piece]:
         """Return what a process holds of the tensors of a matrix."""
-        return [
-            _piece(layout, matrix.block, self._blocks, process) for layout in layouts[matrix.position]
-        ]
+        block, blocks = matrix.block, self._blocks
+        return [_piece(layout, block, blocks, process) for layout in layouts[matrix.position]]
 
     def _sizes(
         self, matrices: Sequence[_Matrix], layouts: Sequence[Sequence[_Layout]], process: int

@@ -324,7 +324,7 @@ def _follow(
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
-        groups = dtensor.groups([member.origin for member in members])
+        groups = dtensor.groups_of_parts(members[0].origin)
         norms = list(dtensor.summed(torch.stack(norms).square(), groups).sqrt().unbind())
     sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
     rms = torch.stack(torch._foreach_div(norms, scalars(sizes, norms[0]))).to(level.dtype)

@@ -244,7 +244,7 @@ class MISA(RoundOptimizer):
     def _jobs(
         self, members: list[list[Member]], sums: Mapping[int, Tensor] | None = None
     ) -> dict[Hashable, ConsensusJob]:
-        """Return jobs over parameters that share group, rule, decay, device and dtypes.
+        """Return jobs over parameters that share group, rule, decay, device, dtypes and layout.
 
         Args:
             members: the parameters, by group.
@@ -261,7 +261,10 @@ class MISA(RoundOptimizer):
                 if matrix and group["blocks"] > 1:  # it may have been written since
                     _check_blocks(member.origin, group["blocks"])
                 dtypes = param.dtype, dual.dtype, grad.dtype
-                kind = number, matrix, decays, param.get_device(), dtypes, member.whole is None
+                spread = None
+                if member.whole is not None:
+                    spread = member.whole.placements, member.whole.device_mesh  # type: ignore[attr-defined]
+                kind = number, matrix, decays, param.get_device(), dtypes, spread
                 job = jobs.get(kind)
                 if job is None:
                     if matrix and group["before"] is not None and _is_captured(member):
@@ -411,16 +414,18 @@ def _clip_scale(
     """Return what r is multiplied by, so that its norm over all parameters is at most `clip`."""
     squares: list[Tensor] = []
     for job, kernel in zip(jobs, kernels, strict=True):
-        of_job = [norm.double().square() for norm in kernel.residual_norms(job)]
-        total = torch.stack(of_job).sum()
-        if job.members[0].whole is not None:
-            from torchpisa.distributed import dtensor
-
-            total = dtensor.summed(total, dtensor.groups_of_parts(job.members[0].origin))
-        squares.append(total)
+        norms = kernel.residual_norms(job)
+        total = torch.stack([norm.double().square() for norm in norms]).sum()
+        squares.append(total.to(squares[0].device) if squares else total)
     if not squares:
         return None
-    total = torch.stack([square.to(squares[0].device) for square in squares]).sum()
+    if any(job.members[0].whole is not None for job in jobs):
+        from torchpisa.distributed import dtensor
+
+        # The members of a job are spread alike.
+        over = [dtensor.groups_of_parts(job.members[0].origin) for job in jobs]
+        squares = dtensor.summed_together(squares, over)
+    total = torch.stack(squares).sum()
     return (clip / total.sqrt()).clamp(max=1)
 
 

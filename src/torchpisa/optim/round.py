@@ -292,7 +292,7 @@ def clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float)
             if wholes:
                 from torchpisa.distributed import dtensor
 
-                square = dtensor.summed(square, dtensor.groups(wholes))
+                square = dtensor.summed(square, dtensor.groups_of_parts(wholes[0]))
             squares.append(square)
     if not squares:
         return None
