@@ -13,7 +13,7 @@ from benchmarks.distributed.training import MODELS, REFERENCE, ROWS, Row, Traini
 from benchmarks.step import interquartile_range, rounded
 from benchmarks.stopwatch import state_bytes
 
-__all__ = ["MeasurementPlan", "measure"]
+__all__ = ["MeasurementPlan", "measure", "sent_bytes"]
 
 TRACED = [REFERENCE, "torchpisa SISA, attach"]
 
@@ -75,20 +75,20 @@ def _turn(training: Training, row: Row, steps: int) -> _Turn:
     steps = -(-steps // row.period) * row.period
     ranks = distributed.get_world_size()
     distributed.barrier()
-    sent = _sent_bytes()
+    sent = sent_bytes()
     start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(steps):
         training.step()
     ms = torch.tensor(time.perf_counter() - start, dtype=torch.float64) / steps * 1e3
     cpu_ms = torch.tensor(time.process_time() - cpu_start, dtype=torch.float64) / steps * 1e3
     distributed.barrier()
-    wire = None if sent is None else ((_sent_bytes() or 0) - sent) / steps / ranks
+    wire = None if sent is None else ((sent_bytes() or 0) - sent) / steps / ranks
     distributed.all_reduce(ms, distributed.ReduceOp.MAX)
     distributed.all_reduce(cpu_ms)
     return _Turn(ms.item(), cpu_ms.item() / ranks, wire)
 
 
-def _sent_bytes() -> int | None:
+def sent_bytes() -> int | None:
     """Return the bytes that this host has sent to itself so far, headers included."""
     counter = LOOPBACK / "statistics" / "tx_bytes"
     return int(counter.read_text()) if counter.exists() else None

@@ -9,6 +9,7 @@ Many matrices travel together: one all-to-all there and one back for as many as 
 busy for a while, during which the next ones are on their way.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -126,15 +127,13 @@ def spread(full: Tensor, whole: Tensor) -> Tensor:
     placements = [
         Replicate() if placement.is_replicate() else Shard(0) for placement in whole.placements
     ]
+    held = full
     if layout.group is not None:
         from torch import distributed
 
-        first, last = layout._replace(shape=tuple(full.shape), dim=0).held_by(
-            distributed.get_rank(layout.group)
-        )
+        of_full = layout._replace(shape=tuple(full.shape), dim=0)
+        first, last = of_full.held_by(distributed.get_rank(layout.group))
         held = full[first:last].clone()
-    else:
-        held = full
     return DTensor.from_local(
         held, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
@@ -171,6 +170,8 @@ def reached_elsewhere(params: Sequence[Tensor], over: Sequence["ProcessGroup"]) 
     """
     from torchpisa.distributed.process_group import on_device
 
+    if not params:
+        return set()
     has_gradient = [param.grad is not None for param in params]
     flags = on_device(has_gradient, dtensor.local(params[0]).device, torch.float32)
     dtensor.summed(flags, over)
@@ -265,10 +266,7 @@ class _Piece(NamedTuple):
     @property
     def numel(self) -> int:
         """How many elements it has."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     def of_block(self, block: Tensor) -> Tensor:
         """Return the piece of a whole block."""
@@ -314,10 +312,7 @@ def _work(layout: _Layout, block: int, blocks: int) -> _Work:
         holder = first // chunk if first // chunk == last // chunk else None
     if blocks > 1 and rows == 1:  # an entry of a stack
         rows, *others = others
-    cols = 1
-    for size in others:
-        cols *= size
-    return _Work(rows, cols, holder)
+    return _Work(rows, math.prod(others), holder)
 
 
 @lru_cache(maxsize=64)
@@ -340,10 +335,10 @@ def _stages(
     order = sorted(range(len(work)), key=lambda i: (-work[i].rows * work[i].cols, work[i].rows, i))
     load = {(replica, owner): 0 for replica in range(replicas) for owner in range(processes)}
     stages: list[list[tuple[int, int, int]]] = []
-    elements = most
+    elements = 0
     for number in order:
         rows, cols, holder = work[number]
-        if elements + rows * cols > most:
+        if not stages or elements + rows * cols > most:
             stages.append([])
             elements = 0
         elements += rows * cols
@@ -351,7 +346,7 @@ def _stages(
         owner = min(able, key=lambda place: (load[place], place))
         load[owner] += rows * cols * min(rows, cols)
         stages[-1].append((number, *owner))
-    return [stage for stage in stages if stage]
+    return stages
 
 
 # The journey

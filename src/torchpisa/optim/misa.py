@@ -129,6 +129,9 @@ class MISA(RoundOptimizer):
         0.3
     """
 
+    # Processes that take the same step; a load leaves them alone, and copies have none.
+    _replicas: ProcessGroup | None = None
+
     def __init__(
         self,
         params: ParamsT,
@@ -169,9 +172,6 @@ class MISA(RoundOptimizer):
         self._check_group(settings)
         super().__init__(params, settings)
 
-    # Processes that take the same step; a load leaves them alone, and copies have none.
-    _replicas: ProcessGroup | None = None
-
     # The step
 
     def _take(self, slot: int, members: list[list[Member]]) -> None:
@@ -205,6 +205,7 @@ class MISA(RoundOptimizer):
         One that only other processes have a gradient for, of those that share the parameter, has
         gradient zero here: all of them take part in what is done to whole matrices.
         """
+        everyone: Sequence[Sequence[Member | None]] = members
         wholes = [m.whole for of_group in members for m in of_group if m.whole is not None]
         if wholes or self._replicas is not None:
             from torchpisa.distributed import dtensor, owners
@@ -212,19 +213,19 @@ class MISA(RoundOptimizer):
             over = dtensor.groups(wholes[:1])
             if self._replicas is not None and self._replicas not in over:
                 over.append(self._replicas)
-            elsewhere = owners.reached_elsewhere(self._params, over)
-            if elsewhere:
-                members = [
+            trained = [param for param in self._params if param.requires_grad]
+            missing = owners.reached_elsewhere(trained, over)
+            if missing:
+                everyone = [
                     [
-                        member
+                        self.member(p, torch.zeros_like(p) if id(p) in missing else p.grad, group)
                         for p in group["params"]
-                        if (grad := torch.zeros_like(p) if id(p) in elsewhere else p.grad)
-                        is not None
-                        and (member := self.member(p, grad, group))
                     ]
                     for group in self.param_groups
                 ]
-        return [[member for member in of_group if member.grad is not None] for of_group in members]
+        return [
+            [m for m in of_group if m is not None and m.grad is not None] for of_group in everyone
+        ]
 
     def _add(self, slot: int, jobs: list[ConsensusJob], kernels: Sequence[ConsensusKernel]) -> None:
         """Add the gradients of a batch to the sum of the round, or move the weights at once."""
@@ -275,9 +276,9 @@ class MISA(RoundOptimizer):
                         )
                     decay = float(group["weight_decay"]) if decays else 0.0
                     job = jobs[kind] = ConsensusJob(
-                        [], [], matrix, group, lr, decay, self.iteration, None
+                        *([], [], matrix, group, lr, decay, self.iteration, None),
+                        replicas=self._replicas,
                     )
-                    job.replicas = self._replicas
                 job.members.append(member)
                 job.grads.append(grad)
         return jobs
