@@ -10,7 +10,6 @@ turns. The table goes to `owners.md` beside FILE.
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks import environment
-from benchmarks.distributed.measure import sent_bytes
+from benchmarks.distributed.measure import Turn, timed
 from benchmarks.distributed.processes import start
 from benchmarks.shapes import gpt2
 from benchmarks.step import rounded
@@ -133,24 +132,25 @@ def measure(plan: Plan) -> dict[str, Any]:
     ranks = distributed.get_world_size()
     rows = [row for row in ROWS if row.placement != "grid" or ranks >= 4]
     stepped = {row.name: Stepped(row, plan) for row in rows}
-    turns: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
+    turns: dict[str, list[Turn]] = {row.name: [] for row in rows}
     for repeat in range(plan.repeats):
         if distributed.get_rank() == 0:
             print(f"{ranks} processes: turn {repeat + 1} of {plan.repeats}", flush=True)
         for row in rows:
-            turns[row.name].append(_turn(stepped[row.name], plan.steps))
+            stepped[row.name].step()  # warms up its caches
+            turns[row.name].append(timed(stepped[row.name].step, plan.steps))
     differences = _differences(stepped)
     dtype = newton_schulz.dtype_for("auto", stepped[rows[0].name].params)
     described = []
     for row in rows:
-        cpu = [turn["cpu_ms"] for turn in turns[row.name]]
-        beside = [turn["cpu_ms"] for turn in turns[row.against]]
-        wires = [turn["wire_bytes"] for turn in turns[row.name] if turn["wire_bytes"] is not None]
+        cpu = [turn.cpu_ms for turn in turns[row.name]]
+        beside = [turn.cpu_ms for turn in turns[row.against]]
+        wires = [turn.wire_bytes for turn in turns[row.name] if turn.wire_bytes is not None]
         described.append(
             {
                 "name": row.name,
                 "against": row.against,
-                "ms": rounded(statistics.median(turn["ms"] for turn in turns[row.name])),
+                "ms": rounded(statistics.median(turn.ms for turn in turns[row.name])),
                 "cpu_ms": rounded(statistics.median(cpu)),
                 "cpu_ratio": rounded(
                     statistics.median(a / b for a, b in zip(cpu, beside, strict=True))
@@ -168,23 +168,6 @@ def measure(plan: Plan) -> dict[str, Any]:
         "products": str(dtype or torch.float32).removeprefix("torch."),
         "rows": described,
     }
-
-
-def _turn(stepped: Stepped, steps: int) -> dict[str, Any]:
-    """Return the slowest rank's time of a step, and what all ranks together computed and sent."""
-    stepped.step()
-    distributed.barrier()
-    sent = sent_bytes()
-    begun, cpu_begun = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        stepped.step()
-    ms = torch.tensor(time.perf_counter() - begun, dtype=torch.float64) / steps * 1e3
-    cpu_ms = torch.tensor(time.process_time() - cpu_begun, dtype=torch.float64) / steps * 1e3
-    distributed.barrier()
-    wire = None if sent is None else ((sent_bytes() or 0) - sent) / steps
-    distributed.all_reduce(ms, distributed.ReduceOp.MAX)
-    distributed.all_reduce(cpu_ms)
-    return {"ms": ms.item(), "cpu_ms": cpu_ms.item(), "wire_bytes": wire}
 
 
 def _differences(stepped: dict[str, Stepped]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.distributed.problem import backward, difference, network
 from tests.distributed.processes import run
@@ -34,6 +34,12 @@ def mesh_for(placements: list[Any]) -> DeviceMesh:
     if len(placements) == 1:
         return init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
     return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def distributed_like(tensor: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    """What `distribute_tensor` makes of a tensor that all processes have, without sending it."""
+    copies = DTensor.from_local(tensor, mesh, [COPIES] * mesh.ndim, run_check=False)
+    return copies.redistribute(mesh, placements)
 
 
 # The exchange
@@ -67,7 +73,7 @@ def exchange(shapes: Any, blocks: int, placements: Any, shared: bool, most: int)
     torch.manual_seed(0)
     matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     mesh = mesh_for(placements)
-    wholes = [distribute_tensor(matrix, mesh, placements) for matrix in matrices]
+    wholes = [distributed_like(matrix, mesh, placements) for matrix in matrices]
     beside = [torch.randn(3 * n + 1, 2, dtype=torch.float64) for n in range(len(shapes))]
     once = blocks == 1 and owners.is_cut_once(wholes[0])
     spread = [owners.spread(full, w) if once else w for full, w in zip(beside, wholes, strict=True)]
@@ -88,7 +94,7 @@ def exchange(shapes: Any, blocks: int, placements: Any, shared: bool, most: int)
     )
     for matrix, other, (changed, part) in zip(matrices, spread, results, strict=True):
         expected = torch.cat([turned(block) for block in matrix.chunk(blocks)])
-        expected = dtensor.local(distribute_tensor(expected, mesh, placements))
+        expected = dtensor.local(distributed_like(expected, mesh, placements))
         torch.testing.assert_close(part, expected, rtol=0, atol=0)
         torch.testing.assert_close(changed, dtensor.local(other) + 1, rtol=0, atol=0)
     return done
@@ -195,7 +201,7 @@ def optimizer(params: dict[str, nn.Parameter], **settings: Any) -> MISA:
 
 def misa(
     spread: Any,
-    steps: int = 6,
+    steps: int = 4,
     dtype: torch.dtype = torch.float64,
     absent: Any = None,
     grad_scale: float | None = None,
@@ -230,7 +236,7 @@ def misa_on_processes(placements: Any, shared: bool, **settings: Any) -> list[Te
             return tensor
         # Vectors have rows only, and small parameters may be cut in another way than large ones.
         usable = [ROWS if p == COLS and tensor.dim() < 2 else p for p in placements]
-        return distribute_tensor(tensor, mesh, usable)
+        return distributed_like(tensor, mesh, usable)
 
     if shared:
         settings["replicas"] = distributed.group.WORLD if placements is None else mesh["replicate"]
@@ -340,7 +346,7 @@ def without_gradients(placements: Any, shared: bool) -> list[Tensor]:
     def absent(name: str, step: int) -> bool:
         return (rank == 1 and (name, step) in ONLY_ELSEWHERE) or (name, step) in NOWHERE
 
-    return misa_on_processes(placements, shared, absent=absent)
+    return misa_on_processes(placements, shared, steps=6, absent=absent)
 
 
 ONLY_ELSEWHERE = {("tall", 1), ("fused", 1), ("bias", 2), ("experts", 3), ("square", 4)}
@@ -371,7 +377,7 @@ def test_a_rank_without_gradient(ranks: int) -> None:
 def test_a_replica_without_gradient_joins() -> None:
     """Ranks that a gradient has reached take the step of one process; the other has zero there."""
     complete, lacking = run(without_gradients, 2, None, True)
-    expected = misa(lambda tensor: tensor, absent=lambda name, step: (name, step) in NOWHERE)
+    expected = misa(lambda w: w, 6, absent=lambda name, step: (name, step) in NOWHERE)
     never = [name for name in PARAMS if name not in dict(ONLY_ELSEWHERE)]
     for name, one, other in zip(PARAMS, complete, lacking, strict=True):
         if name in never:
@@ -383,59 +389,78 @@ def test_a_replica_without_gradient_joins() -> None:
 
 # Checkpoints
 
+STAGES = [None, Whiten(every=2), EigenbasisMoment("both", every=3)]
 
-def sharded_run(
-    folder: Path, stage: Any, steps: range, saves: int | None, loads: bool, full: bool = False
-) -> list[Tensor]:
-    """Train, on as many ranks as there are; all gradients are those of one process."""
+
+def sharded(stage: Any) -> tuple[nn.Module, MISA]:
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
-    opt = MISA(model.named_parameters(), before=stage)
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full, broadcast_from_rank0=full)
-    if loads:
-        weights = {"model": model.state_dict()}
-        checkpoint.load(weights, checkpoint_id=folder / "model")
-        model.load_state_dict(weights["model"])
-        if full:
-            state = torch.load(folder / "full.pt") if distributed.get_rank() == 0 else {}
-        else:
-            state = get_optimizer_state_dict(model, opt, options=options)
-            checkpoint.load(state, checkpoint_id=folder / "optimizer")
-        set_optimizer_state_dict(model, opt, state, options=options)
-    for step in steps:
+    return model, MISA(model.named_parameters(), before=stage)
+
+
+def steps(model: nn.Module, opt: MISA, numbers: range) -> list[Tensor]:
+    for number in numbers:
         opt.zero_grad()
-        backward(model, 0, step, torch.float64)
+        backward(model, 0, number, torch.float64)
         opt.step()
-        if step == saves:
-            checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder / "model")
-            state = get_optimizer_state_dict(
-                model, opt, options=StateDictOptions(full_state_dict=False)
-            )
-            checkpoint.save(state, checkpoint_id=folder / "optimizer")
-            whole_state = get_optimizer_state_dict(
-                model, opt, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-            )
-            if distributed.get_rank() == 0:
-                torch.save(whole_state, folder / "full.pt")
-            distributed.barrier()
-    for name, state in opt.state_dict()["state"].items():
-        for key, value in state.items():
-            assert key == "step" or isinstance(value, DTensor), (name, key)
     return [whole(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "stage", [None, Whiten(every=2), EigenbasisMoment("both", every=3)], ids=str
-)
-def test_resume(tmp_path: Path, stage: Any) -> None:
-    through = run(sharded_run, 2, tmp_path, stage, range(7), 3, False)
-    resumed = run(sharded_run, 2, tmp_path, stage, range(4, 7), None, True)
-    for of_rank in resumed:
-        assert all(map(torch.equal, of_rank, through[0]))
-    elsewhere = run(sharded_run, 3, tmp_path, stage, range(4, 7), None, True)
-    assert difference(elsewhere, through[0]) <= 1e-10
-    from_one_file = run(sharded_run, 3, tmp_path, stage, range(4, 7), None, True, True)
-    assert difference(from_one_file, through[0]) <= 1e-10
+def saved(folder: Path, stage: Any) -> list[Tensor]:
+    """Save after four steps, in parts and in one file; return the weights after seven."""
+    model, opt = sharded(stage)
+    steps(model, opt, range(4))
+    for state in opt.state_dict()["state"].values():
+        assert all(isinstance(value, DTensor) for key, value in state.items() if key != "step")
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder / "model")
+    parts = get_optimizer_state_dict(model, opt)
+    checkpoint.save(parts, checkpoint_id=folder / "optimizer")
+    one_file = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, opt, options=one_file)
+    if distributed.get_rank() == 0:
+        torch.save(state, folder / "optimizer.pt")
+    return steps(model, opt, range(4, 7))
+
+
+def resumed(folder: Path, stage: Any, from_one_file: bool) -> list[Tensor]:
+    model, opt = sharded(stage)
+    weights = {"model": model.state_dict()}
+    checkpoint.load(weights, checkpoint_id=folder / "model")
+    model.load_state_dict(weights["model"])
+    options = StateDictOptions()
+    if from_one_file:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = torch.load(folder / "optimizer.pt") if distributed.get_rank() == 0 else {}
+    else:
+        state = get_optimizer_state_dict(model, opt)
+        checkpoint.load(state, checkpoint_id=folder / "optimizer")
+    set_optimizer_state_dict(model, opt, state, options=options)
+    return steps(model, opt, range(4, 7))
+
+
+def saved_and_resumed(folder: Path) -> list[tuple[list[Tensor], list[Tensor]]]:
+    results = []
+    for number, stage in enumerate(STAGES):
+        through = saved(folder / str(number), stage)
+        results.append((through, resumed(folder / str(number), stage, False)))
+    return results
+
+
+def resumed_in_both_ways(folder: Path) -> list[list[list[Tensor]]]:
+    return [
+        [resumed(folder / str(number), stage, one_file) for one_file in (False, True)]
+        for number, stage in enumerate(STAGES)
+    ]
+
+
+def test_resume(tmp_path: Path) -> None:
+    on_two = run(saved_and_resumed, 2, tmp_path)
+    for of_rank in on_two:
+        for through, again in of_rank:
+            assert all(map(torch.equal, through, again))
+    for of_rank in run(resumed_in_both_ways, 3, tmp_path):
+        for (through, _), ways in zip(on_two[0], of_rank, strict=True):
+            assert difference(ways, through) <= 1e-10
 
 
 # Wrong input
@@ -446,8 +471,8 @@ def refused() -> list[str]:
     matrix = torch.randn(8, 6)
     mesh = mesh_for([ROWS, COLS])
     plain = nn.Parameter(matrix.clone())
-    by_rows = nn.Parameter(distribute_tensor(matrix, mesh["shard"], [ROWS]))
-    both_ways = nn.Parameter(distribute_tensor(matrix, mesh, [ROWS, COLS]))
+    by_rows = nn.Parameter(distributed_like(matrix, mesh["shard"], [ROWS]))
+    both_ways = nn.Parameter(distributed_like(matrix, mesh, [ROWS, COLS]))
     cases: list[tuple[nn.Parameter, dict[str, Any]]] = [
         (plain, {"replicas": mesh}),
         (plain, {"replicas": "all"}),
