@@ -504,14 +504,15 @@ def test_wrong_input_is_refused() -> None:
 # Norms over parts, of which replicas have copies
 
 
-def clipped(make: Any) -> list[Tensor]:
-    model = network()
-    fully_shard(model, mesh=mesh_for([COPIES, ROWS]))
-    return clipped_steps(make, model)
+def clipped(make: Any, shared: bool) -> list[Tensor]:
+    model, mesh = network(), mesh_for([COPIES, ROWS])
+    fully_shard(model, mesh=mesh)
+    more = {"replicas": mesh["replicate"]} if shared else {}
+    return clipped_steps(make, model, **more)
 
 
-def clipped_steps(make: Any, model: nn.Module) -> list[Tensor]:
-    opt = make(model.parameters(), clip=0.3)
+def clipped_steps(make: Any, model: nn.Module, **more: Any) -> list[Tensor]:
+    opt = make(model.parameters(), clip=0.3, **more)
     for step in range(4):
         opt.zero_grad()
         backward(model, 0, step, torch.float64)
@@ -519,6 +520,6 @@ def clipped_steps(make: Any, model: nn.Module) -> list[Tensor]:
     return [whole(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("make", [MISA, SISA])
-def test_clipping_counts_replicas_once(make: Any) -> None:
-    assert difference(run(clipped, 4, make), clipped_steps(make, network())) <= 1e-12
+@pytest.mark.parametrize(("make", "shared"), [(MISA, False), (MISA, True), (SISA, False)])
+def test_hsdp_with_clipping_equals_one_process(make: Any, shared: bool) -> None:
+    assert difference(run(clipped, 4, make, shared), clipped_steps(make, network())) <= 1e-12
