@@ -423,7 +423,7 @@ class Lockstep:
 
     @property
     def numbers(self) -> tuple[float, float]:
-        """What crosses to the others: the counts are equal if their variance is zero."""
+        """The numbers to send: the counts are equal if their variance is zero."""
         return float(self._missed), float(self._missed**2)
 
     def received(self, sums: Tensor, told: bool) -> None:

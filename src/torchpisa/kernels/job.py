@@ -133,7 +133,7 @@ class LocalJob:
 
 
 class FindsNonfinite(Protocol):
-    """How a kernel deals with gradients that are not finite.
+    """The part of a kernel that deals with gradients that are not finite.
 
     Attributes:
         finds_nonfinite: whether it looks for such entries while it works (`LocalJob.search`), so

@@ -98,7 +98,7 @@ class ConsensusKernel(FindsNonfinite, Protocol):
         """Return norms of r, as 0-d tensors, over some of the members each."""
 
 
-class Loop:
+class ConsensusLoop:
     """One parameter after the other; see `ConsensusKernel`."""
 
     finds_nonfinite: ClassVar[bool] = False
@@ -116,7 +116,7 @@ class Loop:
         ]
 
 
-class Foreach(Loop):
+class ConsensusForeach(ConsensusLoop):
     """Many parameters per call; see `ConsensusKernel`."""
 
     takes_flags: ClassVar[bool] = True
@@ -129,7 +129,7 @@ class Foreach(Loop):
             _loop_step(job)
 
 
-LOOP, FOREACH = Loop(), Foreach()
+LOOP, FOREACH = ConsensusLoop(), ConsensusForeach()
 
 
 def gradients(job: ConsensusJob) -> list[Tensor]:
