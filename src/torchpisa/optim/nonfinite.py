@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -313,9 +312,8 @@ def _is_finite(grad: Tensor | None) -> bool:
 def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
     """Return a 0-d bool tensor on the device of the first gradient.
 
-    Looks at one number per gradient: on a CPU at the extremes, of small ones together; elsewhere
-    at the Euclidean norm, for all of them at once, so that a gradient so large that its square
-    overflows counts as infinite.
+    Off the CPU it looks at Euclidean norms, for all gradients at once, so that a gradient so large
+    that its square overflows counts as infinite.
     """
     home = grads[0].device
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -324,8 +322,7 @@ def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
     any_bad: Tensor | None = None
     for (device, dtype), alike in by_kind.items():
         if device.type == "cpu":
-            extremes = chain.from_iterable(map(torch.aminmax, _joined(alike)))
-            bad = torch.tensor(not all(map(math.isfinite, map(Tensor.item, extremes))))
+            bad = torch.full((), any(map(_has_nonfinite, _joined(alike))))
         else:
             wide = torch.promote_types(dtype, torch.float32)
             norms = torch.stack(torch._foreach_norm(alike, 2, wide))
@@ -335,6 +332,11 @@ def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
     return any_bad
 
 
+def _has_nonfinite(grad: Tensor) -> bool:
+    """Look at the sum, which is not finite if an entry is not; all of them only if it is not."""
+    return not math.isfinite(grad.sum().item()) and not bool(grad.isfinite().all())
+
+
 def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the same numbers in fewer tensors: to copy a small one costs less than a call."""
     small, large = [], []
@@ -342,5 +344,5 @@ def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
         if grad.numel() > _SMALL:
             large.append(grad)
         else:
-            small.append(grad.reshape(-1))
+            small.append(grad if grad.dim() == 1 else grad.reshape(-1))
     return [*large, torch.cat(small)] if small else large

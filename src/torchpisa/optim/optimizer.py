@@ -332,7 +332,8 @@ class RoundOptimizer(Optimizer):
                 f"gradients must be dense, got {grad.layout} for a parameter of shape "
                 f"{tuple(param.shape)}; give nn.Embedding sparse=False"
             )
-        if dual.shape != param.shape or (grad is not None and grad.shape != param.shape):
+        shape = param.shape
+        if dual.shape != shape or (grad is not None and grad.shape != shape):
             check_shapes([Member(param, grad, state)], [self._dual_key])
         # Numbers of devices, -1 for the CPU, are had for less than devices.
         if dual.get_device() != param.get_device():
