@@ -252,8 +252,9 @@ def test_answers_that_do_not_count(tmp_path):
     once = server.server
     server._server, server._screen = start, strategy()._screen
     list(server.configure_train(3, arrays(model()), ConfigRecord(), grid))
-    server._sent = [
-        (message.metadata, name) for message, name in zip(messages, "0123", strict=True)
+    server._asked = [
+        asked._replace(metadata=message.metadata)
+        for asked, message in zip(server._asked, messages, strict=True)
     ]
     server.aggregate_train(3, replies)
     assert same(once, server.server)
