@@ -58,6 +58,7 @@ TOGETHER = {
     "federated/flower/test_durable_files.py": "what is on disk, of clients and servers",
     "federated/flower/test_engine.py": "Flower's simulation",
     "federated/flower/test_imports.py": "without Flower",
+    "federated/flower/test_late.py": "answers that are late",
     "federated/flower/test_recovery.py": "participants who are killed",
     "federated/flower/test_robust.py": "trainings with a malicious client",
     "federated/test_largest_sigma.py": "penalties at the end of their range",

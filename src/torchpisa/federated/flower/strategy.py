@@ -65,14 +65,14 @@ class TrainRequest(NamedTuple):
         client: the client's name.
         node: the node that spoke for the client.
         iteration: of the update that was asked for.
-        expires: when the server stops waiting for the answer.
+        exchange: how many times the server had exchanged messages before.
     """
 
     metadata: Metadata
     client: str
     node: int
     iteration: int
-    expires: float
+    exchange: int
 
 
 class FederatedStrategy(Strategy):
@@ -183,6 +183,7 @@ class FederatedStrategy(Strategy):
         self._asked: list[TrainRequest] = []  # those without an answer
         self._asked_to_evaluate: list[tuple[Metadata, str]] = []
         self._answered: dict[str, int] = {}  # iteration of the last update rejected, by client
+        self._exchanges = 0  # rounds, and rounds tried again
         self._usable = 0  # updates of the open round
         self._inbox = Inbox(0)
         self._bytes_down = 0
@@ -406,9 +407,9 @@ class FederatedStrategy(Strategy):
                 addressed, MessageType.TRAIN, node, server_round, config, 1 + self._staleness
             )
             messages.append(message)
-            expires = time.monotonic() + (1 + self._staleness) * self._deadline
-            request = (message.metadata, client.name, node, self.server.iteration, expires)
+            request = (message.metadata, client.name, node, self.server.iteration, self._exchanges)
             self._asked.append(TrainRequest(*request))
+        self._exchanges += 1
         self._usable = 0
         self._bytes_down = len(messages) * down.bytes
         return messages
@@ -438,9 +439,10 @@ class FederatedStrategy(Strategy):
     def _is_awaited(self, asked: TrainRequest) -> bool:
         """Return True if the answer to a message of an earlier round may still come and count."""
         client = self.clients.get(asked.client)
+        # Rounds that are tried again count: otherwise nobody would be asked in one where all are
+        # awaited and lost.
         return (
-            asked.iteration >= self.server.iteration - self._staleness
-            and time.monotonic() < asked.expires
+            self._exchanges - asked.exchange <= self._staleness
             and client is not None
             and client.node == asked.node
             and asked.node in self._roster.online
@@ -527,6 +529,11 @@ class FederatedStrategy(Strategy):
         awaited = {asked.client for asked in self._asked}
         self._warn_of_low_share(server_round, share, [n for n in absent if n not in awaited])
         late = aggregation.late
+        for name, age in late.items():
+            _log.info(
+                "the update of client %r for round %d counts in round %d",
+                *(name, server_round - age, server_round),
+            )
         self.rounds.append(
             Round(server_round, sorted(aggregation.present), absent, aggregation.rejected, late)
         )
