@@ -231,7 +231,7 @@ def run_flower_strategy(job: Job) -> Weights:
     from flwr.app import ArrayRecord, Context, MetricRecord
     from flwr.serverapp import Grid, ServerApp
 
-    from torchpisa.federated.flower import FederatedStrategy, arrays, client_app
+    from torchpisa.federated.flower import FederatedStrategy, Screen, arrays, client_app
 
     algorithm, server, final = FedAvg(lr=LR, local=LOCAL), ServerApp(), {}
     data, case = job.data, job.case
@@ -251,6 +251,8 @@ def run_flower_strategy(job: Job) -> Weights:
             algorithm,
             clients=case.clients,
             participation=case.cohort / case.clients,
+            # FedAvg's movements grow fourfold within a few rounds here, which the default rejects.
+            screen=Screen(largest=100),
             poll=POLL,
         )
         strategy.start(grid, arrays(network()), num_rounds=job.rounds, evaluate_fn=evaluate)
