@@ -57,6 +57,7 @@ TOGETHER = {
     "federated/flower/test_deployment.py": "real processes",
     "federated/flower/test_durable_files.py": "what is on disk, of clients and servers",
     "federated/flower/test_engine.py": "Flower's simulation",
+    "federated/flower/test_guide.py": "the page from data to a deployment",
     "federated/flower/test_imports.py": "without Flower",
     "federated/flower/test_late.py": "answers that are late",
     "federated/flower/test_recovery.py": "participants who are killed",

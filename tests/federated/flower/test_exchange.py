@@ -183,6 +183,28 @@ def test_answer_that_is_announced_and_never_sent_stops_nobody():
     assert len(grid.confirmed) == 2
 
 
+def test_an_answer_may_arrive_in_parts_over_several_rounds():
+    """The SuperLink announces it once; what was not expected any more is forgotten."""
+    FakeGrid()
+    grid, inbox = Wire({"a": noise(10), "b": noise(11), "c": noise(12)}), Inbox(10**6)
+    grid.there |= {"b": False, "c": False}
+    late = {name: grid.replies[name].object_id for name in "bc"}
+    replies = exchange(grid, list("abc"), 0.1, 0.01, inbox)
+    assert [reply.metadata.reply_to_message_id for reply in replies] == ["a"]
+    grid.there |= dict.fromkeys(late.values(), True)
+    replies = exchange(grid, [], 5, 0.01, inbox, sent_before=["b"])
+    assert [reply.metadata.reply_to_message_id for reply in replies] == ["b"]
+    assert not inbox._arriving
+
+
+def test_enough_answers():
+    grid, seen = Mailbox({"a": 0, "b": 1, "c": 1, "d": 3}), []
+    inbox = Inbox(10**6)
+    for reply in exchange(grid, list("abcd"), 60, 0.01, inbox, enough=lambda: len(seen) >= 2):
+        seen.append(reply.metadata.reply_to_message_id)
+    assert seen == ["a", "b", "c"]  # those that were read with the second are not lost
+
+
 def test_answer_is_not_read_beyond_the_limit():
     FakeGrid()
     grid = Wire({"a": noise(10), "b": noise(5_000_000)})  # 40 MB, in parts of 5
