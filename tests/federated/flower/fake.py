@@ -61,7 +61,9 @@ class FakeGrid(Grid):
                 self._replies[message_id] = reply
             if message.metadata.message_type == "train":
                 asked = message.content["torchpisa"]["iteration"]
-                self._due[message_id] = asked + self.delay(message.metadata.dst_node_id, asked)
+                late = self.delay(message.metadata.dst_node_id, asked)
+                if late:
+                    self._due[message_id] = asked + late
         return ids
 
     def _deliver(self, message: Message) -> Message | None:
