@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import uneven_parts
+from benchmarks import engines, uneven_parts
 from benchmarks.defaults import report as defaults
 
 ROOT = Path(__file__).parents[1]
@@ -162,6 +162,16 @@ def test_which_federated_algorithm() -> None:
     )
     assert f"`SISA` ({sisa}) or `Scaffold` ({scaffold}), then `FedNova` ({fednova})" in text
     assert f"MISA ({misa})" in text
+
+
+def test_engines() -> None:
+    """The table beside other engines is that of the saved run, in which all did the same."""
+    result = saved("federated_engines")
+    assert engines.table(result) in (ROOT / "docs" / "federated.md").read_text(encoding="utf-8")
+    for rows in result["cases"].values():
+        assert set(rows) == set(engines.ENGINES)
+        assert max(row["distance"] for row in rows.values()) < 1e-3
+        assert len({round(row["accuracy"], 1) for row in rows.values()}) == 1
 
 
 def test_animation() -> None:

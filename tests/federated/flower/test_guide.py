@@ -132,16 +132,16 @@ def follow(reader, deployment):
     reader.start_server()
     reader.start_site(1)
     reader.run()
-    deployment.reach(5)
+    deployment.reach(3)
     said = reader.python("python -m torchpisa.federated.flower show")
     assert all(site in said for site in SITES), said
-    assert "5 rounds" in said
+    assert "3 rounds" in said
     saved = durable_files.load(deployment.checkpoint)
     assert len(saved["clients"]) == len(SITES)
     assert gap(reader, saved) < 1e-5
     reader.python("python -m torchpisa.federated.flower export")
     measured = reader.python("python use_it.py")
-    assert f"after round 5: {measured.strip()}" in deployment.log("superlink"), measured
+    assert f"after round 3: {measured.strip()}" in deployment.log("superlink"), measured
     deployment.wait(lambda: "running" not in reader.flwr("flwr list federation"), "its end")
     assert "evict" in reader.python("python -m torchpisa.federated.flower evict")
     saved = durable_files.load(deployment.checkpoint)

@@ -182,7 +182,7 @@ class FederatedStrategy(Strategy):
         self._chosen: list[str] = []
         self._asked: list[TrainRequest] = []  # those without an answer
         self._asked_to_evaluate: list[tuple[Metadata, str]] = []
-        self._answered: dict[str, int] = {}  # iteration of the last update rejected, by client
+        self._last_rejected: dict[str, int] = {}  # iterations, by client
         self._exchanges = 0  # rounds, and rounds tried again
         self._usable = 0  # updates of the open round
         self._inbox = Inbox(0)
@@ -464,7 +464,7 @@ class FederatedStrategy(Strategy):
 
     def _oldest_that_counts(self, name: str) -> int:
         """Return the iteration of the oldest update that a client may send, again if need be."""
-        known = max(self.clients[name].accepted, self._answered.get(name, -1))
+        known = max(self.clients[name].accepted, self._last_rejected.get(name, -1))
         return max(self.server.iteration - self._staleness, known + 1)
 
     def _message(
@@ -516,7 +516,7 @@ class FederatedStrategy(Strategy):
                 self.clients[name].accepted = aggregation.iterations[name]
             self._save()
         for name in aggregation.rejected:  # it shall not send the same again
-            self._answered[name] = self._opened.iteration
+            self._last_rejected[name] = self._opened.iteration
         self._opened = None
         self._put_oversized_aside(aggregation)
         self._asked = [
