@@ -383,11 +383,13 @@ class Engine:
         self._replies, replies = os.pipe()
         order = {"name": name, "case": case, "data": data, "rounds": rounds}
         order |= {"requests": requests, "replies": replies, "weights": str(self._weights)}
+        # By default Ray's workers are nice to other processes, the other engines among them.
+        fair = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [python, "-c", START, json.dumps(order)],
-                env={**os.environ, **quiet, "OMP_NUM_THREADS": "1", MARK: self._mark},
+                env={**os.environ, **fair, **quiet, MARK: self._mark},
                 pass_fds=(requests, replies),
                 stdout=log,
                 stderr=log,
