@@ -15,7 +15,7 @@ from torch import nn
 
 from torchpisa.federated import SISA, Algorithm
 from torchpisa.federated.durable_files import load
-from torchpisa.federated.flower import FederatedStrategy, arrays, client_app
+from torchpisa.federated.flower import FederatedStrategy, arrays, checkpoint, client_app
 from torchpisa.federated.flower.client_memory import FolderMemoryStore
 
 Answer = Callable[[], Message]
@@ -111,6 +111,30 @@ class FakeGrid(Grid):
 
     def send_and_receive(self, *args: Any, **kwargs: Any) -> list[Message]:
         raise NotImplementedError
+
+
+class Killed(BaseException):
+    """The server process is gone."""
+
+
+def dying_save(iteration: int, when: str = "before it saves") -> Callable[..., None]:
+    """Return a `checkpoint.save` of a server that is killed in a round.
+
+    Args:
+        iteration: rounds closed by then.
+        when: "before it saves" or "after it saves" that round.
+    """
+    save = checkpoint.save
+
+    def killed(file: Path, algorithm: Algorithm, seed: int, value: checkpoint.Checkpoint) -> None:
+        dies = value.server.iteration == iteration
+        if dies and when == "before it saves":
+            raise Killed
+        save(file, algorithm, seed, value)
+        if dies:
+            raise Killed
+
+    return killed
 
 
 def _copy(message: Message) -> Message:

@@ -8,8 +8,10 @@ import torch
 
 from tests.federated.flower.fake import (
     SETTING,
+    Killed,
     app,
     client_data,
+    dying_save,
     federation,
     imbalance,
     model,
@@ -37,10 +39,6 @@ ALGORITHMS = [
     FedAvg(lr=0.1),
     FedNova(lr=0.1, momentum=0.5),
 ]
-
-
-class Killed(BaseException):
-    """The server process is gone."""
 
 
 def run(grid, server, rounds=ROUNDS, then=lambda number: None):
@@ -146,17 +144,8 @@ def test_server_killed_while_an_answer_is_under_way(when, algorithm, tmp_path, m
     file, clients = tmp_path / "server.pt", tmp_path / "clients"
     grid = federation(clients, algorithm=algorithm)
     grid.delay = lambda client, iteration: 9 if (client, iteration) == (1, 2) else 0
-    save = checkpoint.save
-
-    def killed(file, algorithm, seed, value):
-        if value.server.iteration == 4 and when == "before it saves":
-            raise Killed
-        save(file, algorithm, seed, value)
-        if value.server.iteration == 4:
-            raise Killed
-
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", killed)
+        patch.setattr(checkpoint, "save", dying_save(4, when))
         with pytest.raises(Killed):
             run(grid, strategy(file, algorithm, staleness=STALE))
     grid.forget()
@@ -292,16 +281,12 @@ def test_a_repeated_answer_has_the_same_noise(tmp_path, monkeypatch):
     grid.tricks[1] = listen
     run(grid, strategy(file, staleness=1), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", _dies)
+        patch.setattr(checkpoint, "save", dying_save(2))
         with pytest.raises(Killed):
             run(grid, strategy(file, staleness=1), 2)
     run(grid, strategy(file, staleness=1), 2)
     assert len(answers) == 2
     assert answers[0] == answers[1]
-
-
-def _dies(*_):
-    raise Killed
 
 
 def test_nobody_waits_for_ever():
