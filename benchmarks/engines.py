@@ -254,6 +254,7 @@ def run_flower_strategy(job: Job) -> Weights:
             # FedAvg's movements grow fourfold within a few rounds here, which the default rejects.
             screen=Screen(largest=100),
             poll=POLL,
+            patience=3600,
         )
         strategy.start(grid, arrays(network()), num_rounds=job.rounds, evaluate_fn=evaluate)
 
@@ -537,7 +538,7 @@ def main(argv: Sequence[str]) -> None:
         pythons.pop("pfl", None)
     else:
         pythons["pfl"] = args.pfl_python
-    result = {
+    result: dict[str, Any] = {
         "versions": environment.versions("flwr", "ray") | _pfl_version(args.pfl_python),
         "hardware": environment.hardware("cpu"),
         "load_average": os.getloadavg()[0],
@@ -545,9 +546,11 @@ def main(argv: Sequence[str]) -> None:
         "local": repr(LOCAL),
         "lr": LR,
         "tasks": {name: asdict(case) for name, case in CASES.items()},
-        "cases": {name: measure(args.data, name, args.rounds, pythons) for name in CASES},
+        "cases": {},
     }
-    args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    for name in CASES:
+        result["cases"][name] = measure(args.data, name, args.rounds, pythons)
+        args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))
     print(table(result))
 

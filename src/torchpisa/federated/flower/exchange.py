@@ -21,7 +21,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
     inflate_object_from_contents,
 )
 
-__all__ = ["NOT_ANSWERED", "TOO_LARGE", "Inbox", "PullError", "exchange", "send"]
+__all__ = ["NOT_ANSWERED", "TOO_LARGE", "Inbox", "PullError", "exchange", "in_requests", "send"]
 
 _log = logging.getLogger("flwr.torchpisa")
 
@@ -77,10 +77,7 @@ def exchange(
     inbox.expect(waiting)
     while waiting:
         late = time.monotonic() >= end
-        order = sorted(waiting)
-        size = -(-len(order) // _MAX_REQUESTS)
-        for start in range(0, len(order), size):
-            group = order[start : start + size]
+        for group in in_requests(sorted(waiting)):
             try:
                 replies = inbox.pull(grid, group)
             except PullError as error:
@@ -94,6 +91,13 @@ def exchange(
             return
         if waiting:
             time.sleep(max(0.0, min(poll, end - time.monotonic())))
+
+
+def in_requests(message_ids: list[str]) -> Iterator[list[str]]:
+    """Yield messages in groups, few enough to ask for the replies to each in one request."""
+    size = -(-len(message_ids) // _MAX_REQUESTS)
+    for start in range(0, len(message_ids), max(1, size)):
+        yield message_ids[start : start + size]
 
 
 def send(grid: Grid, message: Message) -> str | None:
