@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks import diagnostics, federated, lightbench, step, step_figure, walk
+from benchmarks import diagnostics, engines, federated, lightbench, step, step_figure, walk
 from benchmarks.defaults import command as defaults
 from benchmarks.distributed import command as distributed
 from benchmarks.distributed import owners
@@ -14,6 +14,7 @@ COMMANDS = {
     "walk": walk.main,
     "diagnostics": diagnostics.main,
     "federated": federated.main,
+    "engines": engines.main,
     "defaults": defaults.main,
     "lightbench": lightbench.main,
     "distributed": distributed.main,

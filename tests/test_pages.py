@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import uneven_parts
+import pytest
+
+from benchmarks import engines, uneven_parts
 from benchmarks.defaults import report as defaults
 
 ROOT = Path(__file__).parents[1]
@@ -117,6 +119,77 @@ def test_time_of_misas_kernels() -> None:
             f"{float(muon_time):.0f} ms of {muon_step}" in text
         )
         assert step in text
+
+
+def last_rounds(name: str, algorithm: str, cell: str) -> str:
+    """The mean over seeds of the accuracy in the last round, as pages have it."""
+    found = [
+        run["last"]
+        for key, run in saved(name)["runs"].items()
+        if key.startswith(f"{cell}_{algorithm}_seed")
+    ]
+    assert len(found) == 3
+    return f"{sum(found) / 3:.1f} %"
+
+
+def test_which_federated_algorithm() -> None:
+    """The answers on docs/federated.md have the numbers of the saved runs."""
+    text = " ".join((ROOT / "docs" / "federated.md").read_text(encoding="utf-8").split())
+    table = (ROOT / "docs" / "results" / "heterogeneity.md").read_text(encoding="utf-8")
+    digits = "heterogeneity_rivals_digits"
+    adagrad, fedavg = (last_rounds(digits, a, "digits_1label") for a in ("fedadagrad", "fedavg"))
+    assert f"FedAdagrad ends at {adagrad} and FedAvg at {fedavg}." in text
+    names = {"MNIST": "mnist", "CIFAR-10": "cifar10", "Fashion-MNIST": "fashion_mnist"}
+    for shown, name in names.items():
+        fedavg, sisa = (
+            last_rounds("heterogeneity", a, f"{name}_3label") for a in ("fedavg", "sisa")
+        )
+        assert f"{shown} ({fedavg[:-2]} to {sisa})" in text
+        fedavg, misa = (
+            last_rounds("heterogeneity", a, f"{name}_1label") for a in ("fedavg", "misa")
+        )
+        assert f"{shown} ({misa}, FedAvg {fedavg})" in text
+        # The tables of last rounds, best rounds, costs and equal sample gradients, in this order.
+        rows = [line for line in table.splitlines() if line.startswith(f"| {shown} | 1 |")]
+        early = f"{float(rows[3].split('|')[9].split()[0]):.1f}"
+        assert rows[3].split("|")[9].strip().endswith("(95)")
+        assert f"{shown} ({early} to {fedavg})" in text
+        if shown == "MNIST":
+            rounds = rows[5].split("|")
+            assert f"needs {rounds[9].strip()} rounds" in text
+            assert f"94.97 % on MNIST, FedAvg {rounds[3].strip()}." in text
+    sisa, scaffold, fednova, misa = (
+        last_rounds("heterogeneity", a, "adult_1label")
+        for a in ("sisa", "scaffold", "fednova", "misa")
+    )
+    assert f"`SISA` ({sisa}) or `Scaffold` ({scaffold}), then `FedNova` ({fednova})" in text
+    assert f"MISA ({misa})" in text
+
+
+def test_engines() -> None:
+    """The table beside other engines is that of the saved run, in which all did the same."""
+    if not (ROOT / "docs" / "results" / "federated_engines.json").exists():
+        pytest.skip("python -m benchmarks engines has not been run")
+    result = saved("federated_engines")
+    assert engines.table(result) in (ROOT / "docs" / "federated.md").read_text(encoding="utf-8")
+    for rows in result["cases"].values():
+        assert set(rows) == set(engines.ENGINES)
+        assert max(row["distance"] for row in rows.values()) < 1e-3
+        assert len({round(row["accuracy"], 1) for row in rows.values()}) == 1
+
+
+def test_animation() -> None:
+    """The text below the animation on docs/federated.md has its numbers."""
+    text = " ".join((ROOT / "docs" / "federated.md").read_text(encoding="utf-8").split())
+    curves = {name: run["accuracy"] for name, run in saved("one_label")["runs"].items()}
+    first = {
+        name: next(k for k, value in enumerate(curve) if value >= 90)
+        for name, curve in curves.items()
+    }
+    assert (
+        f"after {first['MISA']} rounds, SISA after {first['SISA']}, Scaffold after "
+        f"{first['Scaffold']}, FedAvg after {first['FedAvg']}."
+    ) in text
 
 
 def test_resnet() -> None:

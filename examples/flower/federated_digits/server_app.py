@@ -17,6 +17,8 @@ def main(grid: Grid, context: Context) -> None:
         task.algorithm(context),
         clients=int(config["clients"]),
         deadline=float(config["deadline"]),
+        enough=int(config["enough"]) or None,
+        staleness=int(config["staleness"]),
         poll=float(config["poll"]),
         seed=int(config["seed"]),
         checkpoint=str(config["checkpoint"]) or None,

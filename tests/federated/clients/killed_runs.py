@@ -1,6 +1,10 @@
 """Runs whose process is killed (SIGKILL) in the middle of what it writes, again and again.
 
-    python -m tests.federated.clients.killed_runs FOLDER
+    python -m tests.federated.clients.killed_runs FOLDER deadline
+    python -m tests.federated.clients.killed_runs FOLDER asynchronous
+
+Rounds end at a deadline, or as soon as three updates are there; either way others are under way,
+and arrive later, when the run is killed.
 
 Every child process continues the run in FOLDER and is killed a few writes later, with half of the
 last one done. Prints how many were killed; ends with an error if one of them lost a checkpoint that
@@ -23,16 +27,19 @@ from torchpisa.federated.clients.memory import FileMemoryStore
 CLIENTS, ROUNDS = 30, 12
 
 
+def delay(client: int, iteration: int) -> float:
+    return 0.5 + (7 * client + 3 * iteration) % 11 / 4
+
+
+TIMINGS = {"deadline": Timing(delay, deadline=1.5), "asynchronous": Timing(delay, enough=3)}
+timing = TIMINGS["deadline"]
+
+
 def simulation(memory: Path | None) -> Simulation:
     clients = classes([3 + i % 4 for i in range(CLIENTS)])
-    timing = Timing(delay, deadline=1.5)
     return Simulation(
         mlp(), clients, MAKERS["SISA"](), participation=0.2, timing=timing, memory=memory
     )
-
-
-def delay(client: int, iteration: int) -> float:
-    return 0.5 + (7 * client + 3 * iteration) % 11 / 4
 
 
 def run_until(folder: Path, operation: int) -> None:
@@ -98,13 +105,14 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     whole = simulation(None)
     whole.run(ROUNDS, progress=False)  # before forking: what it imports is imported once
-    acknowledged = folder / "acknowledged"
+    acknowledged, most_under_way = folder / "acknowledged", 0
     for kills in count():
         if forked(folder, 1 + (5 * kills) % 37):
             break
         if acknowledged.exists():
             saved = torch.load(folder / "run.pt", weights_only=True)
             assert saved["rows"][-1]["round"] >= int(acknowledged.read_text())
+            most_under_way = max(most_under_way, len(saved["state"]["under_way"]))
     resumed = simulation(folder / "memory")
     resumed.run(ROUNDS, checkpoint=folder / "run.pt", progress=False)
     assert torch.equal(flat(resumed.server.weights), flat(whole.server.weights))
@@ -113,8 +121,10 @@ def main(folder: Path) -> None:
     for a, b in zip(memories(resumed), memories(whole), strict=True):
         for kind, tensors in a.items():
             assert torch.equal(flat(tensors), flat(b[kind]))
+    assert most_under_way > 0, "nothing was under way when it was killed"
     print(kills)
 
 
 if __name__ == "__main__":
+    timing = TIMINGS[sys.argv[2]]
     main(Path(sys.argv[1]))

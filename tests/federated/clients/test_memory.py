@@ -121,8 +121,10 @@ def test_interruptions_at_every_moment(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_processes_that_are_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.federated.clients.killed_runs", str(tmp_path)]
+@pytest.mark.parametrize("timing", ["deadline", "asynchronous"])
+def test_processes_that_are_killed(timing: str, tmp_path: Path) -> None:
+    module = "tests.federated.clients.killed_runs"
+    command = [sys.executable, "-m", module, str(tmp_path), timing]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 10

@@ -9,7 +9,11 @@ import pytest
 os.environ.update(
     FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", RAY_USAGE_STATS_ENABLED="0"
 )
-collect_ignore = ["junk.py", "liar.py"]  # can be imported in the apps that they are a part of
+collect_ignore = [
+    "junk.py",
+    "liar.py",
+    "straggler.py",
+]  # can be imported in the apps that they are a part of
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Flower's own imports are not ours to mend

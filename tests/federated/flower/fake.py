@@ -15,7 +15,7 @@ from torch import nn
 
 from torchpisa.federated import SISA, Algorithm
 from torchpisa.federated.durable_files import load
-from torchpisa.federated.flower import FederatedStrategy, arrays, client_app
+from torchpisa.federated.flower import FederatedStrategy, arrays, checkpoint, client_app
 from torchpisa.federated.flower.client_memory import FolderMemoryStore
 
 Answer = Callable[[], Message]
@@ -24,7 +24,12 @@ Trick = Callable[[Message, Answer], Message | None]
 
 
 class FakeGrid(Grid):
-    """Nodes by id; messages are serialised as Flower does it, and answered at once."""
+    """Nodes by id; messages are serialised as Flower does it, and answered at once.
+
+    Attributes:
+        delay: by how many rounds the answer of a node to the message of an iteration is late.
+        iteration: rounds done, which whoever uses `delay` has to set.
+    """
 
     def __init__(self) -> None:
         self.nodes: dict[int, tuple[ClientApp, Context]] = {}
@@ -32,7 +37,10 @@ class FakeGrid(Grid):
         self.keys: dict[int, bytes] = {}
         self.tricks: dict[int, Trick] = {}
         self.sent: list[Message] = []
+        self.delay: Callable[[int, int], int] = lambda node, iteration: 0
+        self.iteration = 0
         self._replies: dict[str, Message] = {}
+        self._due: dict[str, int] = {}
         # Flower sets these in the processes of its apps.
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
@@ -51,6 +59,11 @@ class FakeGrid(Grid):
             reply = self._deliver(_copy(message))
             if reply is not None:
                 self._replies[message_id] = reply
+            if message.metadata.message_type == "train":
+                asked = message.content["torchpisa"]["iteration"]
+                late = self.delay(message.metadata.dst_node_id, asked)
+                if late:
+                    self._due[message_id] = asked + late
         return ids
 
     def _deliver(self, message: Message) -> Message | None:
@@ -70,8 +83,13 @@ class FakeGrid(Grid):
         return None if reply is None else _copy(reply)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        replies = (self._replies.pop(message_id, None) for message_id in message_ids)
+        due = [i for i in message_ids if self._due.get(i, 0) <= self.iteration]
+        replies = (self._replies.pop(message_id, None) for message_id in due)
         return [reply for reply in replies if reply is not None]
+
+    def forget(self) -> None:
+        """Lose all answers that are on their way, as the SuperLink does when a run ends."""
+        self._replies.clear()
 
     def get_node_ids(self) -> list[int]:
         return [node for node in self.nodes if node not in self.offline]
@@ -93,6 +111,30 @@ class FakeGrid(Grid):
 
     def send_and_receive(self, *args: Any, **kwargs: Any) -> list[Message]:
         raise NotImplementedError
+
+
+class Killed(BaseException):
+    """The server process is gone."""
+
+
+def dying_save(iteration: int, when: str = "before it saves") -> Callable[..., None]:
+    """Return a `checkpoint.save` of a server that is killed in a round.
+
+    Args:
+        iteration: rounds closed by then.
+        when: "before it saves" or "after it saves" that round.
+    """
+    save = checkpoint.save
+
+    def killed(file: Path, algorithm: Algorithm, seed: int, value: checkpoint.Checkpoint) -> None:
+        dies = value.server.iteration == iteration
+        if dies and when == "before it saves":
+            raise Killed
+        save(file, algorithm, seed, value)
+        if dies:
+            raise Killed
+
+    return killed
 
 
 def _copy(message: Message) -> Message:

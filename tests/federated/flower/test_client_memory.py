@@ -38,6 +38,22 @@ def test_memory_settles():
     assert memory.resolve(5, 6) is second  # the refusals have changed nothing
 
 
+def test_an_answer_that_was_not_taken_is_sent_again():
+    old, new, answer = {"dual": {"w": torch.zeros(1)}}, {"dual": {"w": torch.ones(1)}}, {"a": 1}
+    memory = ClientMemory(old, 3)
+    memory.set_pending(new, 5, answer)
+    assert memory.unsettled_answer(3, 7, 0, oldest=5) is answer
+    assert memory.unsettled_answer(3, 5, 0, oldest=4) is answer
+    assert memory.unsettled_answer(3, 7, 0, oldest=6) is None  # too old, or rejected
+    assert memory.unsettled_answer(5, 7, 0, oldest=5) is None  # taken
+    assert memory.unsettled_answer(4, 7, 0, oldest=5) is None  # of another past
+    assert memory.unsettled_answer(3, 4, 0, oldest=2) is None  # an old message
+    assert memory.unsettled_answer(3, 7, 1, oldest=5) is None  # the client was started anew
+    assert memory.resolve(5, 8) is new
+    assert memory.answer is None
+    assert memory.unsettled_answer(5, 8, 0, oldest=0) is None
+
+
 @pytest.mark.parametrize("accepted", [3, 5])
 def test_settled_memory_waits_for_nothing(accepted: int) -> None:
     """Check both cases: its last update was taken, or dropped."""

@@ -1,13 +1,9 @@
 """The command: trainings of a folder, eviction, and what it says to mistakes."""
 
-from tests.federated.flower.fake import (
-    federation,
-    start,
-    strategy,
-)
-from torchpisa.federated.flower import (
-    checkpoint,
-)
+import torch
+
+from tests.federated.flower.fake import federation, model, start, strategy
+from torchpisa.federated.flower import checkpoint
 from torchpisa.federated.flower.commands import main as command
 
 
@@ -28,6 +24,16 @@ def test_commands_explain_themselves(tmp_path, capsys):
     start(federation(None), strategy(tmp_path / "no.pt", ledger=False), 2)
     assert command(["evict", str(tmp_path / "no.pt"), "1"]) == 1
     assert "ledger=True" in capsys.readouterr().err
+
+
+def test_weights_are_exported(tmp_path, capsys):
+    server = start(federation(tmp_path / "clients"), strategy(tmp_path / "server.pt"), 2)
+    assert command(["export", str(tmp_path / "server.pt"), str(tmp_path / "model.pt")]) == 0
+    assert "weights after round 2" in capsys.readouterr().out
+    network = model()
+    network.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    for name, weight in server.server.weights.items():
+        assert torch.equal(network.get_parameter(name), weight)
 
 
 def test_old_trainings_are_listed_and_removed(tmp_path, capsys):

@@ -141,13 +141,14 @@ def open_to(port):
 
 
 def test_documented_superlinks_are_not_on_the_network():
-    pages = [EXAMPLE / "README.md", EXAMPLE.parents[1] / "docs" / "flower.md"]
+    docs = EXAMPLE.parents[1] / "docs"
+    pages = [EXAMPLE / "README.md", docs / "flower.md", docs / "deploy.md"]
     commands = [
         command
         for page in pages
         for command in re.findall(r"^flower-superlink(?:.*\\\n)*.*", page.read_text(), re.MULTILINE)
     ]
-    assert len(commands) >= 2
+    assert len(commands) >= 3
     for command in commands:
         assert "--host 127.0.0.1" in command, command
 
@@ -189,7 +190,7 @@ def test_second_run_and_a_stolen_name(shared):
         "the second run to be refused",
     )
     shared.flwr("stop", first, "test")
-    shared.wait(lambda: not held(shared.checkpoint), "the first run to stop")
+    shared.wait(lambda: not held_by_a_run(shared.checkpoint), "the first run to stop")
     # Before the next one starts, another node that is registered takes the name of client 2.
     shared.kill("node-2")
     shared.register(CLIENTS)
@@ -210,13 +211,78 @@ def test_second_run_and_a_stolen_name(shared):
     assert imbalance_of(saved, shared.memory) < 1e-5
 
 
-def held(file):
+def held_by_a_run(file):
     """Return True if a run has the lock of a checkpoint."""
     try:
         with checkpoint.locked(file, "of a test"):
             return False
     except checkpoint.InUseError:
         return True
+
+
+def test_late_updates_survive_a_killed_client_and_a_killed_server(tmp_path, shared):
+    """Client 1 is slow: its updates count once each, with everybody alive, and whoever dies."""
+    options = {"rounds": 1_000_000, "enough": 2, "staleness": 100_000, "deadline": 60.0}
+    app, name = app_with("straggler.py", tmp_path), "late.pt"
+    run = shared.train(app, checkpoint=name, **options)
+    held = []
+
+    def hold():
+        """Wait until an update of client 1 is under way and others go on."""
+        (shared.memory / "held").unlink(missing_ok=True)
+        (shared.memory / "hold").touch()
+        shared.wait((shared.memory / "held").exists, "client 1 to be late")
+        held.append(int((shared.memory / "held").read_text()))
+        shared.reach(held[-1] + 3)
+
+    def release():
+        (shared.memory / "hold").unlink()
+
+    def wait_until_counted():
+        said = f"the update of client '1' for round {held[-1] + 1} counts in round"
+        shared.wait(lambda: said in shared.log("superlink"), "the late update to count")
+
+    shared.reach(1)
+    hold()
+    release()
+    wait_until_counted()
+    hold()
+    before = missed(shared)
+    shared.kill("node-1")
+    release()
+    shared.wait(lambda: missed(shared) > before, "node 1 to be missed")
+    shared.reach(shared.iteration + 2)
+    shared.node(1, ready=False)
+    wait_until_counted()
+    hold()
+    shared.kill("superlink")
+    release()
+    restart_superlink(shared)
+    run = shared.train(app, checkpoint=name, **options)
+    wait_until_counted()
+    shared.reach(shared.iteration + 2)
+    shared.flwr("stop", run, "test")
+    shared.wait(lambda: not held_by_a_run(shared.checkpoint), "the run to stop")
+    counted = re.findall(
+        r"the update of client '1' for round (\d+) counts", shared.log("superlink")
+    )
+    for iteration in held:
+        assert counted.count(str(iteration + 1)) == 1
+    saved = durable_files.load(shared.checkpoint)
+    assert saved["clients"]["1"]["accepted"] >= held[-1]
+    assert imbalance_of(saved, shared.memory) < 1e-5
+
+
+def missed(deployment):
+    """Return how many nodes the SuperLink has missed."""
+    return deployment.flwr("supernode", "list", "test").count("offline")
+
+
+def restart_superlink(deployment):
+    """Start the SuperLink again; it has no database, so nodes get new ids."""
+    deployment.superlink()
+    for number in range(CLIENTS):
+        deployment.register(number)
 
 
 def test_killed_clients_and_a_killed_server(task, shared):
@@ -231,10 +297,7 @@ def test_killed_clients_and_a_killed_server(task, shared):
         shared.reach(iteration)
         if kind == "server":
             shared.kill("superlink")
-            # It has no database, so nodes get new ids: what counts are names and keys.
-            shared.superlink()
-            for number in range(CLIENTS):
-                shared.register(number)
+            restart_superlink(shared)  # what counts are names and keys
             shared.train(**options)
         else:
             victim = victims.pop()

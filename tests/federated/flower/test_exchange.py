@@ -17,7 +17,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from tests.federated.flower.fake import SETTING, FakeGrid, app, federation, model, strategy
 from torchpisa.federated.flower import arrays
 from torchpisa.federated.flower.aggregation import RoundAggregation
-from torchpisa.federated.flower.exchange import exchange
+from torchpisa.federated.flower.exchange import NOT_ANSWERED, Inbox, exchange
 from torchpisa.federated.flower.screen import Screen
 
 
@@ -47,7 +47,7 @@ class Mailbox:
 
 
 def answered(grid, messages=None, seconds=0.2):
-    replies = exchange(grid, messages or list(grid.answers), seconds, 0.01, 10**6)
+    replies = exchange(grid, messages or list(grid.answers), seconds, 0.01, Inbox(10**6))
     return [reply.metadata.reply_to_message_id for reply in replies]
 
 
@@ -62,7 +62,10 @@ def test_time_is_limited():
 
 
 def test_one_that_cannot_be_decoded():
-    assert answered(Mailbox({"a": 0, "b": ValueError("junk"), "c": 1})) == ["a", "c"]
+    grid = Mailbox({"a": 0, "b": ValueError("junk"), "c": 1})
+    replies = list(exchange(grid, list("abc"), 0.2, 0.01, Inbox(10**6)))
+    assert [reply.metadata.reply_to_message_id for reply in replies] == ["a", "b", "c"]
+    assert replies[1].error.code in NOT_ANSWERED
 
 
 def test_superlink_that_cannot_be_reached_is_an_error():
@@ -180,12 +183,34 @@ def test_answer_that_is_announced_and_never_sent_stops_nobody():
     assert len(grid.confirmed) == 2
 
 
+def test_an_answer_may_arrive_in_parts_over_several_rounds():
+    """The SuperLink announces it once; what was not expected any more is forgotten."""
+    FakeGrid()
+    grid, inbox = Wire({"a": noise(10), "b": noise(11), "c": noise(12)}), Inbox(10**6)
+    grid.there |= {"b": False, "c": False}
+    late = {name: grid.replies[name].object_id for name in "bc"}
+    replies = exchange(grid, list("abc"), 0.1, 0.01, inbox)
+    assert [reply.metadata.reply_to_message_id for reply in replies] == ["a"]
+    grid.there |= dict.fromkeys(late.values(), True)
+    replies = exchange(grid, [], 5, 0.01, inbox, sent_before=["b"])
+    assert [reply.metadata.reply_to_message_id for reply in replies] == ["b"]
+    assert not inbox._arriving
+
+
+def test_enough_answers():
+    grid, seen = Mailbox({"a": 0, "b": 1, "c": 1, "d": 3}), []
+    inbox = Inbox(10**6)
+    for reply in exchange(grid, list("abcd"), 60, 0.01, inbox, enough=lambda: len(seen) >= 2):
+        seen.append(reply.metadata.reply_to_message_id)
+    assert seen == ["a", "b", "c"]  # those that were read with the second are not lost
+
+
 def test_answer_is_not_read_beyond_the_limit():
     FakeGrid()
     grid = Wire({"a": noise(10), "b": noise(5_000_000)})  # 40 MB, in parts of 5
     replies = {
         reply.metadata.reply_to_message_id: reply
-        for reply in exchange(grid, ["a", "b"], 5, 0.01, 10**6)
+        for reply in exchange(grid, ["a", "b"], 5, 0.01, Inbox(10**6))
     }
     assert not replies["a"].has_error()
     assert "is larger than 1000000 bytes" in replies["b"].error.reason

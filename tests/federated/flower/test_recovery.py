@@ -10,7 +10,9 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from tests.federated.flower.fake import (
     SETTING,
     FakeGrid,
+    Killed,
     app,
+    dying_save,
     federation,
     imbalance,
     model,
@@ -20,10 +22,6 @@ from torchpisa.federated import Scaffold, durable_files
 from torchpisa.federated.flower import NobodyTrainsError, arrays, checkpoint
 
 ROUNDS = 8
-
-
-class Killed(BaseException):
-    """The server process is gone."""
 
 
 def at(iteration, what):
@@ -127,17 +125,8 @@ def test_server_killed(when, algorithm, tmp_path, monkeypatch):
         strategy(tmp_path / "b/server.pt", algorithm),
     )
     grid = federation(tmp_path / "a/clients", algorithm=algorithm)
-    save = checkpoint.save
-
-    def killed(file, algorithm, seed, value):
-        if value.server.iteration == 4 and when == "before it saves":
-            raise Killed
-        save(file, algorithm, seed, value)
-        if value.server.iteration == 4:
-            raise Killed
-
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", killed)
+        patch.setattr(checkpoint, "save", dying_save(4, when))
         with pytest.raises(Killed):
             run(tmp_path / "a", grid, strategy(tmp_path / "a/server.pt", algorithm))
     again = strategy(tmp_path / "a/server.pt", algorithm)
@@ -173,7 +162,7 @@ def test_message_of_a_dead_server_comes_late(tmp_path, monkeypatch):
     """A message that the first run had sent reaches a client after the second run's."""
     grid = federation(tmp_path / "a/clients")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", _dies_at(4, checkpoint.save))
+        patch.setattr(checkpoint, "save", dying_save(4))
         with pytest.raises(Killed):
             run(tmp_path / "a", grid)
     old = [
@@ -192,15 +181,6 @@ def test_message_of_a_dead_server_comes_late(tmp_path, monkeypatch):
     server.start(grid, arrays(model()), ROUNDS, evaluate_fn=evaluate)
     assert same(server.server, run(tmp_path / "b").server)
     assert imbalance(server, tmp_path / "a/clients") < 1e-6
-
-
-def _dies_at(iteration, save):
-    def killed(file, algorithm, seed, value):
-        if value.server.iteration == iteration:
-            raise Killed
-        save(file, algorithm, seed, value)
-
-    return killed
 
 
 def test_client_lost_its_folder(tmp_path):
@@ -252,8 +232,9 @@ def test_answers_that_do_not_count(tmp_path):
     once = server.server
     server._server, server._screen = start, strategy()._screen
     list(server.configure_train(3, arrays(model()), ConfigRecord(), grid))
-    server._sent = [
-        (message.metadata, name) for message, name in zip(messages, "0123", strict=True)
+    server._asked = [
+        asked._replace(metadata=message.metadata)
+        for asked, message in zip(server._asked, messages, strict=True)
     ]
     server.aggregate_train(3, replies)
     assert same(once, server.server)

@@ -38,12 +38,14 @@ class Round:
         present: clients whose update was taken.
         absent: clients that were to take part and did not, those rejected included.
         rejected: why an update was not taken, by client.
+        late: by how many rounds an update was late, by client; these are among those present.
     """
 
     number: int
     present: list[str]
     absent: list[str]
     rejected: dict[str, str] = field(default_factory=dict)
+    late: dict[str, int] = field(default_factory=dict)
 
 
 class RoundAggregation:
@@ -73,6 +75,7 @@ class RoundAggregation:
         robust: RobustSelection | None = None,
     ) -> None:
         self.present: list[str] = []
+        self.iterations: dict[str, int] = {}  # of the updates that arrived, by client
         self.rejected: dict[str, str] = {}
         self.oversized: set[str] = set()
         self.outliers: dict[str, str] = {}
@@ -93,8 +96,27 @@ class RoundAggregation:
         self._planned: dict[str, torch.Tensor] = {}
         self.metrics: dict[str, int | float] = {"bytes-up": 0, "gradients": 0, "samples": 0}
 
-    def receive(self, name: str, reply: flwr.app.Message) -> None:
-        """Add an answer to the sum, or note why it cannot be used."""
+    @property
+    def usable(self) -> int:
+        """Return how many updates can be used so far, as far as is known."""
+        return len(self.present) + len(self._held_back)
+
+    @property
+    def late(self) -> dict[str, int]:
+        """Return by how many rounds updates that were taken are late."""
+        ages = {name: self._server.iteration - self.iterations[name] for name in self.present}
+        return {name: age for name, age in ages.items() if age}
+
+    def receive(self, name: str, reply: flwr.app.Message, counting: range | None = None) -> None:
+        """Add an answer to the sum, or note why it cannot be used.
+
+        Args:
+            name: the client.
+            reply: its answer.
+            counting: iterations of which an update counts; by default that of this round.
+        """
+        current = self._server.iteration
+        counting = range(current, current + 1) if counting is None else counting
         if name in self._sizes or name in self.rejected:
             _log.warning("a second answer of client %r in one round is ignored", name)
             return
@@ -109,7 +131,7 @@ class RoundAggregation:
             return
         try:
             check_size(reply.content, self._template)
-            update = self._read_update(name, reply.content)
+            update = self._read_update(name, reply.content, counting)
         except Exception as error:  # nothing that a client sends may end the run
             if isinstance(error, OversizeError):
                 self.oversized.add(name)
@@ -127,13 +149,15 @@ class RoundAggregation:
         elif self._passes_screen(name):
             self._add(name, update)
 
-    def _read_update(self, name: str, content: flwr.app.RecordDict) -> Message:
-        answered, sender = read_entry(content, "iteration", int), read_entry(content, "name", str)
-        iteration = self._server.iteration
-        if (answered, sender) != (iteration, name):
+    def _read_update(self, name: str, content: flwr.app.RecordDict, counting: range) -> Message:
+        iteration = int(read_entry(content, "iteration", int))
+        sender = read_entry(content, "name", str)
+        if iteration not in counting or sender != name:
+            wanted = f"{counting[0]}" if len(counting) == 1 else f"{counting[0]} to {counting[-1]}"
             raise PayloadError(
-                f"this is update {answered} of client {sender!r}, not update {iteration}"
+                f"this is update {iteration} of client {sender!r}, not update {wanted}"
             )
+        self.iterations[name] = iteration
         received = read_numbers(content)
         if received.keys() != self._template.numbers.keys():
             raise PayloadError(
@@ -161,7 +185,7 @@ class RoundAggregation:
         """Return a client's number of local steps, which follows from that of its samples."""
         if name not in self._planned:
             plan = self._algorithm.local.plan(
-                self._samples[name], (self._seed, name), self._server.iteration
+                self._samples[name], (self._seed, name), self.iterations[name]
             )
             self._planned[name] = torch.tensor(float(len(plan)), dtype=torch.float64)
         return self._planned[name]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -119,6 +120,12 @@ class _Client:
         store = self._store(content, context, name, initial_memory)
         memory = None if store is None else store.load()
         life = int(read_entry(content, "life", int))
+        if memory is not None:
+            oldest = int(read_entry(content, "oldest", int))
+            lost = memory.unsettled_answer(accepted, iteration, life, oldest)
+            if lost is not None:  # on its way to a server that is gone, or by a client that was
+                update = base.Message(lost["tensors"], lost["numbers"])
+                return _answer(message, update, lost["work"], name, memory.asked)
         committed = None if memory is None else memory.resolve(accepted, iteration, life)
         old = initial_memory() if committed is None else _on_device_of(committed, weights)
         update, new, work = local_round(
@@ -134,9 +141,10 @@ class _Client:
             update, new = self.privacy.protect(algorithm, update, old, new)
         if store is not None and memory is not None:
             # Saved before the answer is sent: an update that the server counts must not be lost.
-            memory.set_pending(new, iteration)
+            late_counts = int(read_entry(content, "staleness", int)) > 0
+            memory.set_pending(new, iteration, _kept(update, work) if late_counts else None)
             store.save(memory)
-        return Message(_answer(update, work, name, iteration), reply_to=message)
+        return _answer(message, update, work._asdict(), name, iteration)
 
     def measure(self, message: Message, context: Context) -> Message:
         """Evaluate the global model on the client's data."""
@@ -203,8 +211,17 @@ def client_name(context: Context) -> str:
     )
 
 
-def _answer(update: base.Message, work: RoundWork, name: str, iteration: int) -> RecordDict:
-    return to_records(update, {"name": name, "iteration": iteration, **work._asdict()})
+def _answer(
+    message: Message, update: base.Message, work: Mapping[str, int], name: str, iteration: int
+) -> Message:
+    content = to_records(update, {"name": name, "iteration": iteration, **work})
+    return Message(content, reply_to=message)
+
+
+def _kept(update: base.Message, work: RoundWork) -> dict[str, Any]:
+    """Return an update in a form that can be saved."""
+    numbers = {name: float(value) for name, value in update.numbers.items()}
+    return {"tensors": update.tensors, "numbers": numbers, "work": work._asdict()}
 
 
 def _on_device_of(memory: Fields, weights: Tensors) -> Fields:

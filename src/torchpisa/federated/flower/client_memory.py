@@ -4,12 +4,15 @@ A client's dual may only move if the server has taken the update that moved it, 
 learns that in the next round at the earliest. So it keeps `committed`, the memory that goes with
 the last update that the server is known to have taken, and `pending`, that of the last update it
 has computed. Every train message says which update of this client the server took last.
+
+If the server also counts updates that are late, the client keeps the answer that goes with
+`pending`, too: should it be lost on its way, because a process was killed, it is sent again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -45,6 +48,7 @@ class ClientMemory:
         pending: goes with update `asked`, of which nothing is known yet.
         asked: iteration of the last update computed.
         life: the number of times that the server has restarted this client.
+        answer: the update that goes with `pending`, if it may be sent again.
     """
 
     committed: Fields | None = None
@@ -52,6 +56,21 @@ class ClientMemory:
     pending: Fields | None = None
     asked: int = NO_UPDATE
     life: int = 0
+    answer: dict[str, Any] | None = None
+
+    def unsettled_answer(
+        self, accepted: int, iteration: int, life: int, oldest: int
+    ) -> Mapping[str, Any] | None:
+        """Return the last answer if the server has not taken it and still would, else None.
+
+        Args:
+            accepted: iteration of the last update that the server took.
+            iteration: of the update that it asks for now.
+            life: the number of times that the server has restarted this client.
+            oldest: iteration of the oldest update that the server would take.
+        """
+        untaken = self.pending is not None and accepted == self.taken and life == self.life
+        return self.answer if untaken and oldest <= self.asked <= iteration else None
 
     def resolve(self, accepted: int, iteration: int, life: int = 0) -> Fields | None:
         """Return the memory to continue from; None stands for that of a new client.
@@ -87,12 +106,14 @@ class ClientMemory:
             )
         if taken:
             self.committed, self.taken = self.pending, self.asked
-        self.pending, self.asked = None, NO_UPDATE
+        self.pending, self.asked, self.answer = None, NO_UPDATE, None
         return self.committed
 
-    def set_pending(self, memory: Fields, iteration: int) -> None:
+    def set_pending(
+        self, memory: Fields, iteration: int, answer: dict[str, Any] | None = None
+    ) -> None:
         """Keep the memory that goes with an update until the server has taken or left it."""
-        self.pending, self.asked = memory, iteration
+        self.pending, self.asked, self.answer = memory, iteration, answer
 
 
 class ClientMemoryStore(Protocol):
@@ -141,6 +162,8 @@ def _quoted_name(text: str) -> str:
 
 class RunMemoryStore:
     """Flower's `context.state`, which lives as long as the run and the SuperNode.
+
+    It keeps no answers: whoever could ask for one again has lost the rest as well.
 
     Args:
         context: of the message.

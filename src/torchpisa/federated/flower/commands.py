@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import unquote
 
+import torch
+
 from torchpisa.federated.durable_files import DamagedFileError
 from torchpisa.federated.flower import checkpoint as checkpoints
 from torchpisa.federated.flower.checkpoint import Checkpoint, InUseError
@@ -107,6 +109,10 @@ def _add_checkpoint(commands: Commands) -> None:
     show = commands.add_parser("show", help="list the clients of a checkpoint")
     show.add_argument("checkpoint", type=Path, help="the server's")
     show.set_defaults(run=_show)
+    export = commands.add_parser("export", help="write the global weights as a state_dict")
+    export.add_argument("checkpoint", type=Path, help="the server's")
+    export.add_argument("file", type=Path, help="for model.load_state_dict(torch.load(file))")
+    export.set_defaults(run=_export)
 
 
 def _changes_checkpoint(
@@ -185,6 +191,12 @@ def _show(chosen: argparse.Namespace) -> None:
         print(f"{name:<16}{client.samples:>10}{share:>9.1%}{last:>13}  {key}")
     for name in saved.evicted:
         print(f"{name:<16}evicted")
+
+
+def _export(chosen: argparse.Namespace) -> None:
+    saved = _read(chosen.checkpoint)
+    torch.save(saved.server.weights, chosen.file)
+    print(f"export: weights after round {saved.server.iteration} in {chosen.file}")
 
 
 # On a client

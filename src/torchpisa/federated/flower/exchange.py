@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
     inflate_object_from_contents,
 )
 
-__all__ = ["NOT_ANSWERED", "TOO_LARGE", "Inbox", "PullError", "exchange", "send"]
+__all__ = ["NOT_ANSWERED", "TOO_LARGE", "Inbox", "PullError", "exchange", "in_requests", "send"]
 
 _log = logging.getLogger("flwr.torchpisa")
 
@@ -47,7 +47,13 @@ class PullError(ValueError):
 
 
 def exchange(
-    grid: Grid, messages: Iterable[Message], seconds: float, poll: float, limit: int
+    grid: Grid,
+    messages: Iterable[Message],
+    seconds: float,
+    poll: float,
+    inbox: "Inbox",
+    sent_before: Iterable[str] = (),
+    enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[Message]:
     """Send messages and yield the replies as they arrive, until all are there or time is up.
 
@@ -61,30 +67,37 @@ def exchange(
         messages: the messages, sent one by one.
         seconds: the time to wait in all.
         poll: seconds between two requests for replies.
-        limit: bytes that a reply may have.
+        inbox: reads the replies. It may hold parts of replies to messages that were sent before.
+        sent_before: ids of such messages, whose replies are expected as well.
+        enough: returns True if no more replies are needed. Those that were read are yielded first.
     """
     end = time.monotonic() + seconds
-    inbox = Inbox(limit)
     waiting = {message_id for message in messages if (message_id := send(grid, message))}
+    waiting.update(sent_before)
+    inbox.expect(waiting)
     while waiting:
         late = time.monotonic() >= end
-        order = sorted(waiting)
-        size = -(-len(order) // _MAX_REQUESTS)
-        for start in range(0, len(order), size):
-            group = order[start : start + size]
+        for group in in_requests(sorted(waiting)):
             try:
                 replies = inbox.pull(grid, group)
             except PullError as error:
                 _log.warning("an answer cannot be decoded and is ignored: %s", error)
-                waiting.difference_update(group)
-                continue
+                code = ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+                replies = [_refused(0, message_id, str(error), code) for message_id in group]
             for reply in replies:
                 waiting.discard(reply.metadata.reply_to_message_id)
                 yield reply
-        if late:  # replies that had arrived by the deadline were read just now
+        if late or enough():  # replies that had arrived by the deadline were read just now
             return
         if waiting:
             time.sleep(max(0.0, min(poll, end - time.monotonic())))
+
+
+def in_requests(message_ids: list[str]) -> Iterator[list[str]]:
+    """Yield messages in groups, few enough to ask for the replies to each in one request."""
+    size = -(-len(message_ids) // _MAX_REQUESTS)
+    for start in range(0, len(message_ids), max(1, size)):
+        yield message_ids[start : start + size]
 
 
 def send(grid: Grid, message: Message) -> str | None:
@@ -124,6 +137,12 @@ class Inbox:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._arriving: dict[str, _AnnouncedReply] = {}
+
+    def expect(self, message_ids: set[str]) -> None:
+        """Forget what has arrived of replies to other messages."""
+        self._arriving = {
+            name: self._arriving[name] for name in message_ids & self._arriving.keys()
+        }
 
     def pull(self, grid: Grid, message_ids: list[str]) -> list[Message]:
         """Return the replies to messages, as far as they have arrived."""

@@ -9,7 +9,7 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from torchpisa.federated.flower.checkpoint import ClientRecord
-from torchpisa.federated.flower.exchange import Inbox, PullError, send
+from torchpisa.federated.flower.exchange import Inbox, PullError, in_requests, send
 from torchpisa.federated.flower.records import PayloadError, fingerprint, read_entry
 
 __all__ = ["Admission", "Client", "Roster"]
@@ -122,19 +122,36 @@ class Roster:
                 continue
             question = Message(RecordDict(), node, MessageType.QUERY, ttl=self._patience + 60)
             self._asked[node] = send(grid, question), now
-        for node, (message_id, asked) in sorted(self._asked.items()):
+        order = sorted(self._asked.items())
+        questions = {question: node for node, (question, _) in order if question is not None}
+        for group in in_requests(list(questions)):
             try:
-                replies = [] if message_id is None else self._inbox.pull(grid, [message_id])
-                if replies:
-                    self._asked[node] = None, asked
-                    self._register(node, *_introduction(replies[0]))
-            except (PayloadError, PullError) as error:
-                # It is asked again later, when the fault may be gone.
-                self._asked[node] = None, asked
-                _log.warning("node %d has not introduced itself: %s", node, error)
+                replies = self._inbox.pull(grid, group)
+            except PullError as error:
+                for name in group:
+                    self._note_failure(questions[name], error)
+                continue
+            replied = {reply.metadata.reply_to_message_id: reply for reply in replies}
+            for name in group:  # in the order of nodes, not of arrival
+                if name in replied:
+                    self._read_introduction(questions[name], replied[name])
         self._assign_nodes()
         if not self.started:
             self._drop_largest_claims()
+
+    def _read_introduction(self, node: int, reply: Message) -> None:
+        try:
+            introduction = _introduction(reply)
+        except PayloadError as error:
+            self._note_failure(node, error)
+            return
+        self._asked[node] = None, self._asked[node][1]
+        self._register(node, *introduction)
+
+    def _note_failure(self, node: int, error: Exception) -> None:
+        """Note that a node has not introduced itself. It is asked again, when it may be mended."""
+        self._asked[node] = None, self._asked[node][1]
+        _log.warning("node %d has not introduced itself: %s", node, error)
 
     def _register(self, node: int, name: str, claimed: int) -> None:
         samples = self._sample_count(node, name, claimed)

@@ -4,9 +4,11 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from flwr.app import (
     ArrayRecord,
@@ -29,7 +31,7 @@ from torchpisa.federated.algorithms.robust import RobustSelection
 from torchpisa.federated.flower import checkpoint as checkpoints
 from torchpisa.federated.flower.aggregation import Round, RoundAggregation, weighted_mean
 from torchpisa.federated.flower.checkpoint import Checkpoint
-from torchpisa.federated.flower.exchange import exchange
+from torchpisa.federated.flower.exchange import Inbox, exchange
 from torchpisa.federated.flower.ledger import Ledger, without_contribution
 from torchpisa.federated.flower.records import HEAD, arrays_of, size_limit, tensors_of, to_records
 from torchpisa.federated.flower.roster import Admission, Client, Roster
@@ -55,6 +57,24 @@ class NobodyTrainsError(RuntimeError):
     """A round in which every client that could be asked has refused."""
 
 
+class TrainRequest(NamedTuple):
+    """A train message that was sent.
+
+    Attributes:
+        metadata: of the message; its id is not known before it is sent.
+        client: the client's name.
+        node: the node that spoke for the client.
+        iteration: of the update that was asked for.
+        exchange: how many times the server had exchanged messages before.
+    """
+
+    metadata: Metadata
+    client: str
+    node: int
+    iteration: int
+    exchange: int
+
+
 class FederatedStrategy(Strategy):
     r"""A Flower strategy for any algorithm of `torchpisa.federated`.
 
@@ -64,12 +84,18 @@ class FederatedStrategy(Strategy):
     and the round goes on. Clients that join later are admitted. A round in which nothing usable
     came is tried again, and does not count; if everybody refuses, the run ends with their reasons.
 
+    With `staleness`, a late answer still counts: its client is asked for nothing else until it
+    arrives, and then the server adds it, once. With `enough` as well, training is asynchronous.
+
     Args:
         algorithm: the algorithm; clients must have the same.
         clients: training starts when so many clients have introduced themselves.
         deadline: seconds that a round may take. Clients that have not answered then are absent.
         patience: seconds that `clients` clients may take to introduce themselves at the start,
             and that rounds may be tried again, beyond a deadline, without a single usable answer.
+        enough: a round ends when so many updates have arrived, if that is before the deadline.
+        staleness: by how many rounds an answer may be late and still count. With 0, a late answer
+            is dropped, and its client goes on from the memory that it had before.
         checkpoint: a file that is written after every round, before anybody is told about it. If
             it exists, the training goes on from there: a server that is started again, with the
             same arguments and as a new run, loses nothing. Two runs at a time are refused.
@@ -103,6 +129,8 @@ class FederatedStrategy(Strategy):
         clients: int,
         deadline: float = 600.0,
         patience: float = 600.0,
+        enough: int | None = None,
+        staleness: int = 0,
         checkpoint: str | os.PathLike[str] | None = None,
         participation: float = 1.0,
         seed: int = 0,
@@ -118,6 +146,9 @@ class FederatedStrategy(Strategy):
         check_count("clients", clients)
         check_range("deadline", deadline, 0, low_open=True, high_open=True)
         check_range("patience", patience, 0, high_open=True)
+        if enough is not None:
+            check_count("enough", enough)
+        check_count("staleness", staleness, 0)
         check_range("participation", participation, 0, 1, low_open=True)
         check_count("seed", seed, 0)
         check_range("poll", poll, 0, low_open=True, high_open=True)
@@ -129,6 +160,8 @@ class FederatedStrategy(Strategy):
         self._min_clients = clients
         self._deadline = deadline
         self._patience = patience
+        self._enough = enough
+        self._staleness = staleness
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._participation = participation
         self._seed = seed
@@ -147,7 +180,12 @@ class FederatedStrategy(Strategy):
         self._generation = 0
         self._run = "unknown"
         self._chosen: list[str] = []
-        self._sent: list[tuple[Metadata, str]] = []
+        self._asked: list[TrainRequest] = []  # those without an answer
+        self._asked_to_evaluate: list[tuple[Metadata, str]] = []
+        self._last_rejected: dict[str, int] = {}  # iterations, by client
+        self._exchanges = 0  # rounds, and rounds tried again
+        self._usable = 0  # updates of the open round
+        self._inbox = Inbox(0)
         self._bytes_down = 0
         self._attempt = 0  # how often the open round was tried before
         self._strikes: dict[str, int] = {}
@@ -199,6 +237,7 @@ class FederatedStrategy(Strategy):
         file = self._checkpoint
         with nullcontext() if file is None else checkpoints.locked(file, self._run):
             self._start_or_resume(initial_arrays)
+            self._inbox = Inbox(size_limit(update_template(self.algorithm, self.server)))
             self.summary()
             result = Result()
             result.arrays = arrays_of(self.server.weights)
@@ -219,13 +258,17 @@ class FederatedStrategy(Strategy):
     ) -> None:
         """Repeat a round until an update was usable, or no longer can be expected."""
         number = self.server.iteration + 1
-        limit = size_limit(update_template(self.algorithm, self.server))
         end = time.monotonic() + self._deadline + self._patience
         refused: dict[str, str] = {}
         self._attempt = 0
         while self.server.iteration < number:
             messages = self.configure_train(number, result.arrays, config, grid)
-            replies = exchange(grid, messages, seconds, self._poll, limit)
+            sent_before = [a.metadata.message_id for a in self._asked if a.metadata.message_id]
+            replies = exchange(
+                *(grid, messages, seconds, self._poll, self._inbox),
+                sent_before=sent_before,
+                enough=self._has_enough,
+            )
             arrays, metrics = self.aggregate_train(number, replies)
             result.arrays = result.arrays if arrays is None else arrays
             result.train_metrics_clientapp[number] = metrics
@@ -235,6 +278,9 @@ class FederatedStrategy(Strategy):
                 self._check_hopeless(number, refused, time.monotonic() >= end)
                 self._attempt += 1
         self._attempt = 0
+
+    def _has_enough(self) -> bool:
+        return self._enough is not None and self._usable >= self._enough
 
     def _check_hopeless(self, number: int, refused: Mapping[str, str], late: bool) -> None:
         """Raise if there is no point in repeating a round."""
@@ -256,7 +302,7 @@ class FederatedStrategy(Strategy):
     ) -> None:
         number = self.server.iteration
         messages = self.configure_evaluate(number, result.arrays, config, grid)
-        replies = exchange(grid, messages, seconds, self._poll, 1024 * 1024)
+        replies = exchange(grid, messages, seconds, self._poll, Inbox(1024 * 1024))
         metrics = self.aggregate_evaluate(number, replies)
         if metrics is not None:
             result.evaluate_metrics_clientapp[number] = metrics
@@ -347,6 +393,7 @@ class FederatedStrategy(Strategy):
             "algorithm": self.algorithm.fingerprint,
             "seed": self._seed,
             "iteration": self.server.iteration,
+            "staleness": self._staleness,
         }
         content = to_records(down, about)
         messages = []
@@ -354,12 +401,16 @@ class FederatedStrategy(Strategy):
             # The arrays are shared by all messages, and Flower sends them to the SuperLink once.
             addressed = RecordDict(dict(content.items()))
             state = {"accepted": client.accepted, "life": client.life}
+            state["oldest"] = self._oldest_that_counts(client.name)
             addressed[HEAD] = ConfigRecord({**content.config_records[HEAD], **state})
-            messages.append(self._message(addressed, MessageType.TRAIN, node, server_round, config))
-        # The metadata objects, because their ids are not known before the messages are sent.
-        metadata = [message.metadata for message in messages]
-        names = [client.name for client, _ in present]
-        self._sent = list(zip(metadata, names, strict=True))
+            message = self._message(
+                addressed, MessageType.TRAIN, node, server_round, config, 1 + self._staleness
+            )
+            messages.append(message)
+            request = (message.metadata, client.name, node, self.server.iteration, self._exchanges)
+            self._asked.append(TrainRequest(*request))
+        self._exchanges += 1
+        self._usable = 0
         self._bytes_down = len(messages) * down.bytes
         return messages
 
@@ -371,35 +422,63 @@ class FederatedStrategy(Strategy):
         while not self._roster.reachable and time.monotonic() < end:
             time.sleep(self._poll)
             self._roster.update(grid)
-        online = {client.name for client in self._roster.reachable}
+        self._asked = [asked for asked in self._asked if self._is_awaited(asked)]
+        busy = {asked.client for asked in self._asked}
+        free = {client.name for client in self._roster.reachable} - busy
         attempt = self._attempt
-        self._chosen = self._draw(self.server.iteration, attempt)
-        while online and not online & set(self._chosen):  # draw again: nobody drawn is online
+        self._chosen = self._draw(self.server.iteration, attempt, busy)
+        while free and not free & set(self._chosen):  # draw again: nobody drawn is online
             attempt += 1
-            self._chosen = self._draw(self.server.iteration, attempt)
+            self._chosen = self._draw(self.server.iteration, attempt, busy)
         return [
             (client, client.node)
             for client in self._roster.reachable
             if client.name in self._chosen and client.node is not None
         ]
 
-    def _draw(self, iteration: int, attempt: int) -> list[str]:
+    def _is_awaited(self, asked: TrainRequest) -> bool:
+        """Return True if the answer to a message of an earlier round may still come and count."""
+        client = self.clients.get(asked.client)
+        # Rounds that are tried again count: otherwise nobody would be asked in one where all are
+        # awaited and lost.
+        return (
+            self._exchanges - asked.exchange <= self._staleness
+            and client is not None
+            and client.node == asked.node
+            and asked.node in self._roster.online
+        )
+
+    def _draw(self, iteration: int, attempt: int, busy: Collection[str]) -> list[str]:
+        """Draw clients of whom no answer is awaited."""
         names = self._roster.names
         if not names:
             return []
         count = max(1, round(self._participation * len(names)))
-        if count == len(names):
-            return names
-        again = (attempt,) if attempt else ()
-        order = permutation(len(names), "participation", self._seed, iteration, *again)
-        return [names[i] for i in sorted(order[:count].tolist())]
+        order: Iterable[int] = range(len(names))
+        if count < len(names):
+            again = (attempt,) if attempt else ()
+            key = ("participation", self._seed, iteration, *again)
+            order = permutation(len(names), *key).tolist()
+        free = (i for i in order if names[i] not in busy)
+        return [names[i] for i in sorted(islice(free, count))]
+
+    def _oldest_that_counts(self, name: str) -> int:
+        """Return the iteration of the oldest update that a client may send, again if need be."""
+        known = max(self.clients[name].accepted, self._last_rejected.get(name, -1))
+        return max(self.server.iteration - self._staleness, known + 1)
 
     def _message(
-        self, content: RecordDict, kind: str, node: int, server_round: int, config: ConfigRecord
+        self,
+        content: RecordDict,
+        kind: str,
+        node: int,
+        server_round: int,
+        config: ConfigRecord,
+        deadlines: int = 1,
     ) -> Message:
         if config:
             content["config"] = config
-        ttl = self._deadline + _CLOCK_SKEW
+        ttl = deadlines * self._deadline + _CLOCK_SKEW
         return Message(content, node, kind, ttl=ttl, group_id=str(server_round))
 
     def aggregate_train(
@@ -418,31 +497,51 @@ class FederatedStrategy(Strategy):
             self._ledger,
             self._robust,
         )
+        answered = set()
         for reply in replies:
-            name = self._sender(reply)
-            if name is None:
+            question = reply.metadata.reply_to_message_id
+            asked = next((a for a in self._asked if a.metadata.message_id == question), None)
+            if asked is None:
                 _log.warning("an answer to a message of another round is ignored")
                 continue
-            aggregation.receive(name, reply)
+            answered.add(question)
+            oldest = min(self._oldest_that_counts(asked.client), asked.iteration)
+            aggregation.receive(asked.client, reply, range(oldest, asked.iteration + 1))
+            self._usable = aggregation.usable
         total, share = aggregation.close()
         if total is not None:
             self._server = self.algorithm.close(self._opened, total, share)
             self._require_finite()
             for name in aggregation.present:
-                self.clients[name].accepted = self._opened.iteration
+                self.clients[name].accepted = aggregation.iterations[name]
             self._save()
+        for name in aggregation.rejected:  # it shall not send the same again
+            self._last_rejected[name] = self._opened.iteration
         self._opened = None
-        absent = self._roster.absent(self._chosen, aggregation.present)
         self._put_oversized_aside(aggregation)
+        self._asked = [
+            asked
+            for asked in self._asked
+            if self._staleness and asked.metadata.message_id not in {"", *answered}
+        ]
         self._withdraw_outliers(aggregation)
-        self._warn_of_low_share(server_round, share, absent)
+        absent = self._roster.absent(self._chosen, aggregation.present)
+        awaited = {asked.client for asked in self._asked}
+        self._warn_of_low_share(server_round, share, [n for n in absent if n not in awaited])
+        late = aggregation.late
+        for name, age in late.items():
+            _log.info(
+                "the update of client %r for round %d counts in round %d",
+                *(name, server_round - age, server_round),
+            )
         self.rounds.append(
-            Round(server_round, sorted(aggregation.present), absent, aggregation.rejected)
+            Round(server_round, sorted(aggregation.present), absent, aggregation.rejected, late)
         )
         metrics: dict[str, MetricRecordValues] = {
             "present": len(aggregation.present),
             "absent": len(absent),
             "rejected": len(aggregation.rejected),
+            "late": len(late),
             "share": share,
             "bytes-down": self._bytes_down,
             **aggregation.metrics,
@@ -462,7 +561,7 @@ class FederatedStrategy(Strategy):
 
     def _put_oversized_aside(self, aggregation: RoundAggregation) -> None:
         """Stop asking clients whose answers were oversized several times in a row."""
-        for _, name in self._sent:
+        for name in [asked.client for asked in self._asked]:
             self._strikes[name] = (
                 self._strikes.get(name, 0) + 1 if name in aggregation.oversized else 0
             )
@@ -489,11 +588,6 @@ class FederatedStrategy(Strategy):
                 *(100 * share, number, shown),
             )
         self._low_rounds += 1
-
-    def _sender(self, reply: Message) -> str | None:
-        """Return the client that was sent the message which a reply answers."""
-        answered = reply.metadata.reply_to_message_id
-        return next((name for sent, name in self._sent if sent.message_id == answered), None)
 
     def _require_finite(self) -> None:
         for name, weight in self.server.weights.items():
@@ -570,6 +664,7 @@ class FederatedStrategy(Strategy):
                 "what a client has contributed is not known: FederatedStrategy needs ledger=True "
                 "from the start of a training for evict() and restart()"
             )
+        self._asked = [asked for asked in self._asked if asked.client != name]
         return {} if self._ledger is None else self._ledger.forget(name)
 
     # Evaluation by clients
@@ -578,18 +673,19 @@ class FederatedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return messages for all clients that are online, if evaluation is asked for."""
-        self._sent = []
+        self._asked_to_evaluate = []
         if not self._evaluate:
             return []
+        busy = {asked.client for asked in self._asked}
         content = to_records(base.Message({"weights": tensors_of(arrays)}, {}), {})
         messages = []
         for client in self._roster.reachable:
-            if client.node is None:
+            if client.node is None or client.name in busy:
                 continue
             addressed, kind = RecordDict(dict(content.items())), MessageType.EVALUATE
             message = self._message(addressed, kind, client.node, server_round, config)
             messages.append(message)
-            self._sent.append((message.metadata, client.name))
+            self._asked_to_evaluate.append((message.metadata, client.name))
         return messages
 
     def aggregate_evaluate(
@@ -598,7 +694,9 @@ class FederatedStrategy(Strategy):
         """Return the mean of the clients' metrics, weighted by their numbers of samples."""
         measured = []
         for reply in replies:
-            name = self._sender(reply)
+            question = reply.metadata.reply_to_message_id
+            asked = ((sent.message_id, name) for sent, name in self._asked_to_evaluate)
+            name = next((name for message_id, name in asked if message_id == question), None)
             if name is None or reply.has_error():
                 reason = reply.error.reason if reply.has_error() else "it was not asked"
                 _log.warning("client %r did not evaluate: %s", name, reason)
