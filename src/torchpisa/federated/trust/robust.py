@@ -26,12 +26,18 @@ FORGETTING = 0.9
 """Factor per round on the evidence of earlier rounds about a client's response."""
 
 MEASURED = 2
-"""Rounds of a client before its response is judged."""
+"""Responses of a client before it is judged by them."""
+
+PROBATION = 10
+"""Rounds in a row without a complaint after which a client that was put out is taken again."""
+
+ROUNDING = 100.0
+"""Movement per weight, in units of rounding, below which the model is at rest."""
 
 WEAK = 0.03
 """Median response below which it says nothing, as with very noisy gradients."""
 
-SPREADS = 4.0
+SPREADS = 5.0
 """A response is unlike the others only beyond so many median deviations from their median."""
 
 
@@ -46,7 +52,8 @@ class RobustSelection:
     client changes along \(\Delta w\) by the curvature of its loss, whatever its data. So the
     correlation of \(\Delta w\) with the change of the answer is nearly the same for all honest
     clients, of the opposite sign for one that flips signs, and zero for one that repeats itself.
-    The correlation is averaged over rounds and compared with the median.
+    The correlation is averaged over rounds and compared with the median. The answer is the update
+    itself or the dual that it leads to, whichever honest clients agree about more closely.
 
     *Distance.* What is compared is where an update leaves its client (`Algorithm.standing`): its
     dual or control variate, or for FedAvg and its kin the movement. Its distance from a centre
@@ -65,8 +72,8 @@ class RobustSelection:
             updates nobody is.
         factor: distance beyond which a client is rejected, in units of the median distance.
         patience: a client that is rejected in so many rounds in a row loses what it had
-            contributed before, since a dual that was taken once would stay in the sum for good;
-            it begins anew.
+            contributed before, since a dual that was taken once would stay in the sum for good.
+            It begins anew, and is taken again after ten rounds in a row without a complaint.
         response: smallest response of a client, in units of the median response; minus infinity
             switches the test off.
         count_limit: a client counts with at most so many times the median number of samples,
@@ -133,29 +140,28 @@ class RobustSelection:
 
 
 class LastAnswer(NamedTuple):
-    """The last update of a client, flat, and the round that it was computed in."""
+    """The last answer of a client, and the round that it was given in."""
 
     iteration: int
     update: Tensor
+    standing: Tensor
 
 
 @dataclass
 class Response:
-    """Evidence about how a client responds to a moving model, over rounds.
+    """How a client has responded to the movements of the model, over rounds.
 
     Attributes:
-        product: sum of the products of the model's movement and the change of the update.
-        scale: sum of the products of their norms.
+        update: weighted sum of the correlations with the change of its update.
+        standing: the same for where its updates leave it.
+        weight: sum of the weights, of which those of earlier rounds are smaller.
         rounds: how many there were.
     """
 
-    product: float = 0.0
-    scale: float = 0.0
+    update: float = 0.0
+    standing: float = 0.0
+    weight: float = 0.0
     rounds: int = 0
-
-    @property
-    def correlation(self) -> float:
-        return self.product / self.scale if self.scale > 0 else 0.0
 
 
 class Judge:
@@ -171,11 +177,13 @@ class Judge:
 
     def __init__(self, rule: RobustSelection, algorithm: Algorithm) -> None:
         self._rule = rule
+        self._algorithm = algorithm
         self._witnesses = None if rule.reference is None else rule.reference.testify(algorithm)
         self._answers: dict[str, LastAnswer] = {}
         self._weights: dict[int, Tensor] = {}  # by round, as long as a last answer is of that round
         self._responses: dict[str, Response] = {}
         self._in_a_row: dict[str, int] = {}  # rounds in which a client was rejected
+        self._probation: dict[str, int] = {}  # rounds without a complaint, of those put out
 
     def rejected(
         self,
@@ -193,7 +201,7 @@ class Judge:
             late: clients whose update was computed in an earlier round.
         """
         rule = self._rule
-        self._listen(server, updates, late)
+        self._listen(server, updates, standings, late)
         unexplained: dict[str, str] = {}
         if self._witnesses is not None:  # they must not miss a round
             unexplained = self._witnesses.complaints(server, standings)
@@ -202,60 +210,106 @@ class Judge:
             suspects = self._deaf(updates)
             other = unexplained if self._witnesses is not None else rule.far(standings)
             suspects |= {name: why for name, why in other.items() if name not in suspects}
-        chosen = dict(list(suspects.items())[: rule.liars])
+        # Those who were put out do not get the benefit of the doubt.
+        doubts = {**self._deaf(self._probation, strict=True), **suspects}
+        kept_out = {name: why for name in updates if (why := self._on_probation(name, doubts))}
+        chosen = dict([*kept_out.items(), *suspects.items()][: rule.liars])
         for name in updates:
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if name in chosen else 0
+            if self._in_a_row[name] >= rule.patience:
+                self._probation.setdefault(name, 0)
         return chosen
 
     def withdrawn(self) -> list[str]:
         """Return the clients that have been rejected too often in a row."""
-        return [name for name, rounds in self._in_a_row.items() if rounds >= self._rule.patience]
+        return list(self._probation)
+
+    def _on_probation(self, name: str, doubts: Mapping[str, str]) -> str | None:
+        """Return why a client that was put out is not taken yet, or None if it is."""
+        if name not in self._probation:
+            return None
+        if name in doubts:
+            self._probation[name] = 0
+            return doubts[name]
+        self._probation[name] += 1
+        if self._probation[name] >= PROBATION:
+            del self._probation[name]
+            return None
+        return f"it was put out, and has been unsuspicious for {self._probation[name]} rounds only"
 
     def _listen(
-        self, server: ServerState, updates: Mapping[str, Message], late: Collection[str]
+        self,
+        server: ServerState,
+        updates: Mapping[str, Message],
+        standings: Mapping[str, Fields],
+        late: Collection[str],
     ) -> None:
         """Compare what clients say now with what they said when they were last asked."""
         weights = flat({"weights": server.weights})
+        dtype = next(iter(server.weights.values())).dtype
         for name, update in updates.items():
             last = self._answers.pop(name, None)
             if name in late:  # the model that it answers to is no longer known
                 continue
-            answer = flat({"update": next(iter(update.tensors.values()))})
+            said = self._algorithm.contribution(update) or update.tensors
+            kind = next(iter(said))
+            now = LastAnswer(
+                server.iteration, flat({kind: said[kind]}), flat({kind: standings[name][kind]})
+            )
             if last is not None:
-                moved = weights - self._weights[last.iteration].double()
-                self._measure(name, moved, answer - last.update.double())
-            self._answers[name] = LastAnswer(server.iteration, answer.float())
-        self._weights[server.iteration] = weights.float()
+                self._measure(name, weights - self._weights[last.iteration].double(), last, now)
+            kept = (now.update.to(dtype), now.standing.to(dtype))
+            self._answers[name] = LastAnswer(server.iteration, *kept)
+        self._weights[server.iteration] = weights.to(dtype)
         needed = {answer.iteration for answer in self._answers.values()}
         self._weights = {i: w for i, w in self._weights.items() if i in needed}
 
-    def _measure(self, name: str, moved: Tensor, change: Tensor) -> None:
-        known = self._responses.get(name, Response())
+    def _measure(self, name: str, moved: Tensor, last: LastAnswer, now: LastAnswer) -> None:
+        known = self._responses.get(name)
+        if known is None:  # the first update of a client is larger than those that follow
+            self._responses[name] = Response()
+            return
+        # At rest, what is left of a difference is rounding.
+        dtype = last.update.dtype
+        if float(moved.norm()) <= ROUNDING * torch.finfo(dtype).eps * math.sqrt(len(moved)):
+            return
         self._responses[name] = Response(
-            FORGETTING * known.product + float(moved @ change),
-            FORGETTING * known.scale + float(moved.norm() * change.norm()),
+            FORGETTING * known.update + _correlation(moved, now.update - last.update.double()),
+            FORGETTING * known.standing
+            + _correlation(moved, now.standing - last.standing.double()),
+            FORGETTING * known.weight + 1,
             known.rounds + 1,
         )
 
-    def _deaf(self, names: Collection[str]) -> dict[str, str]:
-        """Return why a client fails the test of response, by client, the worst first."""
-        found = {
-            name: self._responses[name].correlation
-            for name in names
-            if name in self._responses and self._responses[name].rounds >= MEASURED
+    def _deaf(self, names: Collection[str], strict: bool = False) -> dict[str, str]:
+        """Return why clients fail the test of response, by client, the worst first.
+
+        Args:
+            names: of the clients to judge.
+            strict: by update and by standing, and however much honest clients differ.
+        """
+        known = {
+            name: response
+            for name, response in self._responses.items()
+            if name in self._answers and response.rounds >= MEASURED
         }
-        if len(found) < 2 * self._rule.liars + 3:
+        if len(known) < 2 * self._rule.liars + 3:
             return {}
-        middle = _lower_median(list(found.values()))
-        spread = _lower_median([abs(value - middle) for value in found.values()])
-        if abs(middle) < WEAK:
-            return {}
-        relative = {name: value / middle for name, value in found.items()}
+        kinds = [
+            _agreement({name: r.update / r.weight for name, r in known.items()}),
+            _agreement({name: r.standing / r.weight for name, r in known.items()}),
+        ]
+        if not strict:
+            kinds = [max(kinds, key=lambda kind: abs(kind.middle) / max(kind.spread, 1e-12))]
         return {
             name: f"its response to the movement of the model is {found[name]:.2g}, that of most "
             f"is about {middle:.2g}"
-            for name in sorted(relative, key=lambda name: relative[name])
-            if relative[name] < self._rule.response and abs(found[name] - middle) > SPREADS * spread
+            for found, middle, spread in kinds
+            if abs(middle) >= WEAK
+            for name in sorted(found, key=lambda name: found[name] / middle)
+            if name in names
+            and found[name] / middle < self._rule.response
+            and (strict or abs(found[name] - middle) > SPREADS * spread)
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,6 +319,7 @@ class Judge:
             "weights": dict(self._weights),
             "responses": {name: vars(known) for name, known in self._responses.items()},
             "in_a_row": dict(self._in_a_row),
+            "probation": dict(self._probation),
             "witnesses": None if self._witnesses is None else self._witnesses.state_dict(),
         }
 
@@ -274,6 +329,7 @@ class Judge:
         self._weights = dict(state["weights"])
         self._responses = {name: Response(**known) for name, known in state["responses"].items()}
         self._in_a_row = dict(state["in_a_row"])
+        self._probation = dict(state["probation"])
         if self._witnesses is not None and state["witnesses"] is not None:
             self._witnesses.load_state_dict(state["witnesses"])
 
@@ -301,6 +357,24 @@ def geometric_median(points: Tensor, iterations: int = 100, tolerance: float = 1
         if moved <= tolerance * scale:
             break
     return centre
+
+
+class Agreement(NamedTuple):
+    """Numbers by client, their median, and the median distance from it."""
+
+    found: dict[str, float]
+    middle: float
+    spread: float
+
+
+def _agreement(found: dict[str, float]) -> Agreement:
+    middle = _lower_median(list(found.values()))
+    return Agreement(found, middle, _lower_median([abs(x - middle) for x in found.values()]))
+
+
+def _correlation(a: Tensor, b: Tensor) -> float:
+    scale = float(a.norm() * b.norm())
+    return float(a @ b) / scale if scale > 0 and a.shape == b.shape else 0.0
 
 
 def _lower_median(values: Sequence[float]) -> float:
