@@ -139,7 +139,7 @@ def test_the_servers_sum_stays_that_of_its_clients(algorithm, batched) -> None:
             torch.testing.assert_close(total[name], tensor, rtol=1e-10, atol=1e-12)
 
 
-def tail(privacy: GaussianNoise, server_noise: float = 0.0, rounds: int = 3000) -> torch.Tensor:
+def tail(privacy: GaussianNoise, server_noise: float = 0.0, rounds: int = 1200) -> torch.Tensor:
     """Return the errors of the weights after a tenth of a training of SISA."""
     clients = least_squares()
     simulation = Simulation(

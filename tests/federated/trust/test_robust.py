@@ -134,12 +134,12 @@ ONLY_RESPONSE = RobustSelection(factor=1e9)  # no test of distance
 
 
 def wide() -> nn.Module:
-    return seeded(lambda: nn.Linear(20, 3))
+    return seeded(lambda: nn.Linear(40, 3))
 
 
 def training(algorithm, lie=None, robust=None, rounds=12, **options) -> Simulation:
     """Return a training of seven clients with data of their own kinds, one of them a liar."""
-    simulation = Simulation(wide(), classes(SIZES, (20,)), algorithm, robust=robust, **options)
+    simulation = Simulation(wide(), classes(SIZES, (40,)), algorithm, robust=robust, **options)
     if lie is not None:
         corrupt(simulation, LIAR, lie)
     for _ in range(rounds):
@@ -275,7 +275,7 @@ def test_a_run_goes_on_from_its_checkpoint(timing, tmp_path) -> None:
     second.run(14, progress=False, checkpoint=tmp_path / "run.pt")
     assert distance(second.server.weights, whole.server.weights) < 1e-12
     assert second._rejections == whole._rejections == rows[-1]["rejected"] > 0
-    other = Simulation(wide(), classes(SIZES, (20,)), ALGORITHMS[0], timing=timing)
+    other = Simulation(wide(), classes(SIZES, (40,)), ALGORITHMS[0], timing=timing)
     with pytest.raises(ValueError, match="robust must be that of the saved run, Robust"):
         other.run(20, progress=False, checkpoint=tmp_path / "run.pt")
 

@@ -40,6 +40,9 @@ WEAK = 0.03
 SPREADS = 5.0
 """A response is unlike the others only beyond so many median deviations from their median."""
 
+CHANCE = 5.0
+"""And only beyond so many times what unrelated vectors of that many entries have by chance."""
+
 
 @dataclass(frozen=True)
 class RobustSelection:
@@ -301,6 +304,7 @@ class Judge:
         ]
         if not strict:
             kinds = [max(kinds, key=lambda kind: abs(kind.middle) / max(kind.spread, 1e-12))]
+        chance = CHANCE / math.sqrt(len(next(iter(self._weights.values()))))
         return {
             name: f"its response to the movement of the model is {found[name]:.2g}, that of most "
             f"is about {middle:.2g}"
@@ -309,7 +313,7 @@ class Judge:
             for name in sorted(found, key=lambda name: found[name] / middle)
             if name in names
             and found[name] / middle < self._rule.response
-            and (strict or abs(found[name] - middle) > SPREADS * spread)
+            and (strict or abs(found[name] - middle) > max(SPREADS * spread, chance))
         }
 
     def state_dict(self) -> dict[str, Any]:
