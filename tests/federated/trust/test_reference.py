@@ -6,6 +6,7 @@ import torch
 from scipy.optimize import nnls
 from torch import nn
 
+from benchmarks.attacks import LIES, corrupt
 from tests.federated.problems import distance, half_square, seeded, straight
 from torchpisa.federated import SISA, FedAvg, FullGradient, Reference, RobustSelection, Simulation
 from torchpisa.federated.trust.reference import unexplained
@@ -27,11 +28,14 @@ def test_it_is_the_distance_from_a_cone() -> None:
     points = torch.randn(9, 30, generator=generator, dtype=torch.float64) + 0.3
     points[0], points[1] = rows[2] + 3 * rows[4], -rows.sum(0)
     expected = [nnls(rows.T.numpy(), p.numpy())[1] / np.linalg.norm(p.numpy()) for p in points]
-    found = unexplained(points, rows)
+    found, mixtures = unexplained(points, rows)
+    torch.testing.assert_close(
+        mixtures[0], torch.tensor([0, 0, 1, 0, 3, 0.0], dtype=torch.float64), rtol=0, atol=1e-3
+    )
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-4)
     assert found[0] < 1e-4
     assert found[1] > 0.9
-    assert unexplained(torch.zeros(1, 30, dtype=torch.float64), rows).tolist() == [0.0]
+    assert unexplained(torch.zeros(1, 30, dtype=torch.float64), rows)[0].tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +62,23 @@ def test_a_label_of_ones_own_is_believed_and_a_wrong_one_is_not(algorithm, flipp
     assert rejected == ([0] * 10 if flipped else [])
     if flipped:
         assert "cannot be explained by the reference data" in simulation.rejected[0]
+
+
+@pytest.mark.parametrize("story", ["scaling", "honest"])
+def test_multiples_of_the_truth_are_found(story) -> None:
+    """Also of a client whose label nobody else has; as it is, that is believed."""
+    inputs, targets = samples(240, 1)
+    data = [(inputs[targets == label], targets[targets == label]) for label in range(LABELS)]
+    data += [(inputs[i::3], targets[i::3]) for i in range(3)]
+    model = seeded(lambda: nn.Linear(12, LABELS)).float()
+    robust = RobustSelection(reference=Reference(model, *samples(40, 2)))
+    simulation = Simulation(model, data, SISA(sigma=2.0, rho=1.0), robust=robust)
+    if story in LIES:
+        corrupt(simulation, 0, LIES[story])
+    simulation.round()
+    assert list(simulation.rejected) == ([0] if story == "scaling" else [])
+    if story == "scaling":
+        assert "times as large as the reference data explain" in simulation.rejected[0]
 
 
 def test_witnesses_go_on_from_a_checkpoint(tmp_path) -> None:

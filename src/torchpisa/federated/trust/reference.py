@@ -37,6 +37,8 @@ class Reference:
         loss: of the training.
         limit: the part of a client's dual that may stay unexplained, by norm.
         factor: and by how much it has to exceed the median over the clients for a rejection.
+        largest: the sum of \(p_k\) that is too large. It is about one for an honest client,
+            whatever its data.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Reference:
         loss: Loss = cross_entropy,
         limit: float = 0.4,
         factor: float = 1.5,
+        largest: float = 5.0,
     ) -> None:
         kinds = targets if kinds is None else kinds
         if kinds.is_floating_point() or kinds.shape != (len(targets),) or not len(targets):
@@ -58,16 +61,21 @@ class Reference:
             )
         check_range("limit", limit, 0, 1)
         check_range("factor", factor, 1, high_open=True)
+        check_range("largest", largest, 1)
         self.objective = Objective(model, loss)
         self.data = [
             (inputs[kinds == kind], targets[kinds == kind]) for kind in torch.unique(kinds)
         ]
         self.limit = limit
         self.factor = factor
+        self.largest = largest
 
     def __repr__(self) -> str:
         sizes = [len(targets) for _, targets in self.data]
-        return f"Reference(sizes={sizes}, limit={self.limit!r}, factor={self.factor!r})"
+        return (
+            f"Reference(sizes={sizes}, limit={self.limit!r}, factor={self.factor!r}, "
+            f"largest={self.largest!r})"
+        )
 
     def testify(self, algorithm: Algorithm) -> "Witnesses":
         """Return witnesses of a training."""
@@ -99,15 +107,23 @@ class Witnesses:
         if not standings:
             return {}
         points = torch.stack([flat(fields) for fields in standings.values()])
-        parts = unexplained(points, witnessed).tolist()
-        middle = sorted(parts)[(len(parts) - 1) // 2]
+        rest, mixtures = unexplained(points, witnessed)
+        parts = dict(zip(standings, rest.tolist(), strict=True))
+        sizes = dict(zip(standings, mixtures.sum(1).tolist(), strict=True))
+        middle = sorted(parts.values())[(len(parts) - 1) // 2]
         limit = max(self._reference.limit, self._reference.factor * middle)
-        return {
+        complaints = {
             name: f"{part:.0%} of it cannot be explained by the reference data, more than the "
             f"limit of {limit:.0%}"
-            for part, name in sorted(zip(parts, standings, strict=True), reverse=True)
+            for name, part in sorted(parts.items(), key=lambda entry: -entry[1])
             if part > limit
         }
+        for name, size in sorted(sizes.items(), key=lambda entry: -entry[1]):
+            if size > self._reference.largest:
+                complaints.setdefault(
+                    name, f"it is {size:.3g} times as large as the reference data explain"
+                )
+        return complaints
 
     def _train(self, server: ServerState) -> Tensor:
         """Run a round of every witness, and return their standings as rows."""
@@ -138,11 +154,11 @@ class Witnesses:
         self._memories, self._ledger = list(state["memories"]), Ledger(dict(state["ledger"]))
 
 
-def unexplained(points: Tensor, rows: Tensor, iterations: int = 300) -> Tensor:
-    r"""Return the part of each point, by norm, that no cone of the rows explains.
+def unexplained(points: Tensor, rows: Tensor, iterations: int = 300) -> tuple[Tensor, Tensor]:
+    r"""Return the part of each point, by norm, that no mixture of the rows explains, and the best.
 
-    \(\min_{p \ge 0} \|x - p^T V\| / \|x\|\) by accelerated projected gradients, all points at
-    once. A point of zeros is explained.
+    \(\min_{p \ge 0} \|x - p^T V\| / \|x\|\) and its \(p\), by accelerated projected gradients,
+    all points at once. A point of zeros is explained.
 
     Args:
         points: one per row.
@@ -150,8 +166,9 @@ def unexplained(points: Tensor, rows: Tensor, iterations: int = 300) -> Tensor:
         iterations: of the method.
     """
     tiny = torch.finfo(points.dtype).tiny
-    points = points / torch.linalg.vector_norm(points, dim=1, keepdim=True).clamp_min(tiny)
-    rows = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(tiny)
+    sizes = torch.linalg.vector_norm(points, dim=1, keepdim=True).clamp_min(tiny)
+    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(tiny)
+    points, rows = points / sizes, rows / lengths
     gram, products = rows @ rows.T, points @ rows.T
     step = 1 / torch.linalg.matrix_norm(gram, 2).clamp_min(tiny)
     mixture = ahead = torch.zeros_like(products)
@@ -165,7 +182,7 @@ def unexplained(points: Tensor, rows: Tensor, iterations: int = 300) -> Tensor:
         if settled:
             break
     rest: Tensor = torch.linalg.vector_norm(points - mixture @ rows, dim=1)
-    return rest
+    return rest, mixture * sizes / lengths.T
 
 
 def flat(fields: Fields) -> Tensor:

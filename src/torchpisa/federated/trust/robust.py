@@ -61,8 +61,8 @@ class RobustSelection:
     *Distance.* What is compared is where an update leaves its client (`Algorithm.standing`): its
     dual or control variate, or for FedAvg and its kin the movement. Its distance from a centre
     that a minority cannot move far is compared with the median distance. This assumes that honest
-    clients are more alike than a liar is. With a `reference`, the question is instead how much of
-    it no mixture of the reference data explains; that assumes nothing about the other clients.
+    clients are more alike than a liar is. With a `reference`, the question is how much of it no
+    mixture of the reference data explains; that assumes nothing about the other clients.
 
     Clients count equally in both, whatever numbers of samples they claim.
 
@@ -81,7 +81,7 @@ class RobustSelection:
             switches the test off.
         count_limit: a client counts with at most so many times the median number of samples,
             since numbers of samples cannot be checked. Infinity believes all of them.
-        reference: data of the server's own, which replace the test of distance.
+        reference: data of the server's own, by which clients are judged.
     """
 
     centre: Centre = "geometric median"
@@ -216,7 +216,9 @@ class Judge:
         # Those who were put out do not get the benefit of the doubt.
         doubts = {**self._deaf(self._probation, strict=True), **suspects}
         kept_out = {name: why for name in updates if (why := self._on_probation(name, doubts))}
-        chosen = dict([*kept_out.items(), *suspects.items()][: rule.liars])
+        # Whoever is caught now takes the place of those who are only kept out.
+        order = {**suspects, **{n: w for n, w in kept_out.items() if n not in suspects}}
+        chosen = dict(list(order.items())[: rule.liars])
         for name in updates:
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if name in chosen else 0
             if self._in_a_row[name] >= rule.patience:
