@@ -36,9 +36,9 @@ from torchpisa.federated import MISA, SISA, FedAvg, FullGradient, Scaffold, accu
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, add
 from torchpisa.federated.clients.local_round import local_round
 from torchpisa.federated.clients.objective import Objective
-from torchpisa.federated.flower.ledger import Ledger
 from torchpisa.federated.flower.screen import Screen, norms, weight_scale
 from torchpisa.federated.partition import by_label, by_quantity, dirichlet, iid
+from torchpisa.federated.trust.ledger import Ledger
 
 CLIENTS, ROUNDS, LIAR, LATE = 10, 30, 1, 15
 LIMITS = (2.0, 3.0, 5.0, 10.0, 1000.0)

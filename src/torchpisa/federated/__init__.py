@@ -21,7 +21,6 @@ from torchpisa.federated.algorithms import (
     FedPD,
     FedProx,
     FedYogi,
-    RobustSelection,
     Scaffold,
     ServerMuon,
 )
@@ -29,6 +28,9 @@ from torchpisa.federated.clients.local_work import Epochs, FullGradient, Minibat
 from torchpisa.federated.clients.objective import accuracy, cross_entropy
 from torchpisa.federated.simulation import Counts, Simulation
 from torchpisa.federated.timing import LognormalDelay, Timing
+from torchpisa.federated.trust.privacy import GaussianNoise
+from torchpisa.federated.trust.reference import Reference
+from torchpisa.federated.trust.robust import RobustSelection
 
 __all__ = [
     "MISA",
@@ -50,8 +52,10 @@ __all__ = [
     "FedProx",
     "FedYogi",
     "FullGradient",
+    "GaussianNoise",
     "LognormalDelay",
     "Minibatches",
+    "Reference",
     "RobustSelection",
     "Scaffold",
     "ServerMuon",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from torchpisa.checks import check_count, check_range
-from torchpisa.data import permutation
+from torchpisa.data import hashed, permutation
 from torchpisa.federated import durable_files
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, add
 from torchpisa.federated.clients.batched import BatchedClients, batching_obstacle
@@ -26,6 +26,9 @@ from torchpisa.federated.clients.objective import Loss, Objective, cross_entropy
 from torchpisa.federated.clients.sequential import SequentialClients
 from torchpisa.federated.progress_bar import progress_bar
 from torchpisa.federated.timing import Timing
+from torchpisa.federated.trust.ledger import Ledger, without_contribution
+from torchpisa.federated.trust.privacy import GaussianNoise, PrivacyAccount
+from torchpisa.federated.trust.robust import Judge, RobustSelection
 
 __all__ = ["Counts", "Row", "Simulation"]
 
@@ -53,10 +56,17 @@ class Counts:
 
 
 class LateUpdate(NamedTuple):
-    """An update on its way, and when it arrives in virtual time."""
+    """An update on its way.
+
+    Attributes:
+        arrival: when it arrives, in virtual time.
+        update: what was sent.
+        before: what its client remembered before, if the server may reject it.
+    """
 
     arrival: float
     update: Message
+    before: Fields | None = None
 
 
 class Simulation:
@@ -83,11 +93,17 @@ class Simulation:
             a client takes no room before its first round.
         timing: how long clients take in virtual time, and how long the server waits for them. By
             default a round ends when everybody's update is there.
+        robust: which updates the server does not take. It then sees them one by one, and keeps
+            what each client has contributed: some three copies of the model per client.
+        privacy: clips and blurs every update. The noise comes from `seed`, so that runs can be
+            repeated, and protects nobody. Not together with `robust`: rejections depend on what
+            the noise should hide.
 
     Attributes:
         model: the network with the global weights.
         server: what the server keeps.
         counts: what the run has cost.
+        rejected: why updates of the last round were not taken, by client.
         time: virtual seconds since the beginning, if there is a `timing`.
         batched: how many clients run at once.
         why_in_turn: why clients run one after the other, if they do and were not told to.
@@ -115,6 +131,8 @@ class Simulation:
         batched: bool | int | None = None,
         memory: str | os.PathLike[str] | None = None,
         timing: Timing | None = None,
+        robust: RobustSelection | None = None,
+        privacy: GaussianNoise | None = None,
     ) -> None:
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got none")
@@ -127,6 +145,17 @@ class Simulation:
             check_count("batched", batched)
         if timing is not None and not isinstance(timing, Timing):
             raise TypeError(f"timing must be a Timing, got {timing!r}")
+        if robust is not None and not isinstance(robust, RobustSelection):
+            raise TypeError(f"robust must be a RobustSelection, got {robust!r}")
+        if privacy is not None and not isinstance(privacy, GaussianNoise):
+            raise TypeError(f"privacy must be a GaussianNoise, got {privacy!r}")
+        if privacy is not None:
+            privacy.check(algorithm)
+            if robust is not None:
+                raise ValueError(
+                    "privacy must be None with robust: which updates are rejected depends on what "
+                    "the noise is to hide"
+                )
         self.algorithm = algorithm
         self.model = copy.deepcopy(model).to(device)
         self.counts = Counts()
@@ -136,13 +165,21 @@ class Simulation:
         self._seed = seed
         self._participation = participation
         self._sizes = [sample_count(data) for data in clients]
-        samples = sum(self._sizes)
-        self._alphas = torch.tensor([n / samples for n in self._sizes], dtype=torch.float64)
+        largest = math.inf if robust is None else robust.largest_count(self._sizes)
+        counted = [min(n, largest) for n in self._sizes]
+        self._alphas = torch.tensor([n / sum(counted) for n in counted], dtype=torch.float64)
+        self.rejected: dict[int, str] = {}
+        self._robust = robust
+        self._judge = None if robust is None else Judge(robust, algorithm)
+        self._ledger = Ledger()
+        self._rejections = 0
+        self._privacy = privacy
+        self._account = None if privacy is None else PrivacyAccount(privacy)
         weights = trainable(self.model)
         self.server: ServerState = algorithm.start(weights)
         objective = Objective(self.model, loss)
         self.why_in_turn = self._obstacle(batched, objective, clients)
-        initial = algorithm.remember(weights)
+        self._initial = initial = algorithm.remember(weights)
         self._memory: MemoryStore = (
             TensorMemoryStore(initial, len(clients))
             if memory is None
@@ -208,29 +245,104 @@ class Simulation:
         arrivals = self._wait(present, server.iteration)
         running = [client for client in present if arrivals[client] < math.inf]
         late = {client for client in running if arrivals[client] > self.time}
-        taken = [client for client in running if client not in late]
+        # A server that judges updates, or adds up privacy, sees each of them.
+        single = self._judge is not None or self._privacy is not None
+        held = set(running) if single else late
         total: Message | None = None
         if present:
             down = self.algorithm.broadcast(server)
             self.counts.bytes_down += down.bytes * len(present)
             if running:
+                before = self._memory.load(running) if single else None
                 with torch.enable_grad():
-                    done = self._clients.round(down, running, server.iteration, late)
+                    done = self._clients.round(down, running, server.iteration, held)
                 total = done.total
                 self.counts.gradients += done.work.gradients
                 self.counts.samples += done.work.samples
                 self.counts.bytes_up += done.sent
-        for client in [c for c, update in self._under_way.items() if update.arrival <= self.time]:
-            update = self._under_way.pop(client).update
-            total = add(total, update, float(self._alphas[client]))
-            taken.append(client)
-        self._under_way |= {c: LateUpdate(arrivals[c], done.late[c]) for c in sorted(late)}
+                sent = self._sent(done.late, running, before, server.iteration)
+                self._under_way |= {c: LateUpdate(arrivals[c], *sent[c]) for c in sorted(held)}
+        arrived = {c: late for c, late in self._under_way.items() if late.arrival <= self.time}
+        for client in arrived:
+            del self._under_way[client]
+        self._reject(server, arrived, running)
+        taken = [client for client in running if client not in held]
+        for client, (_, update, _) in arrived.items():
+            if client not in self.rejected:
+                total = add(total, update, float(self._alphas[client]))
+                taken.append(client)
         if total is None:
             self.server = self.algorithm.skip(server)
         else:
             share = float(self._alphas[taken].sum())
             self.server = self.algorithm.close(server, total, share)
+        if self._account is not None:
+            self._account.add({str(client): float(self._alphas[client]) for client in taken})
+        self._withdraw()
         self._copy_weights_into_model()
+
+    def _sent(
+        self,
+        updates: dict[int, Message],
+        running: Sequence[int],
+        before: Fields | None,
+        iteration: int,
+    ) -> dict[int, tuple[Message, Fields | None]]:
+        """Return updates as clients send them, with what each remembered before if that matters."""
+        if before is None:
+            return {client: (update, None) for client, update in updates.items()}
+        rows: dict[int, Fields] = {
+            client: tree_map(lambda t, row=row: t[row], before)
+            for row, client in enumerate(running)
+        }
+        if self._privacy is None:
+            return {client: (update, rows[client]) for client, update in updates.items()}
+        sent: dict[int, tuple[Message, Fields | None]] = {}
+        for client, update in updates.items():
+            secret = hashed("noise", self._seed, client, iteration)
+            generator = torch.Generator("cpu").manual_seed(secret)
+            new = self.memory_of(client)
+            blurred, new = self._privacy.protect(
+                self.algorithm, update, rows[client], new, generator
+            )
+            self._memory.save([client], tree_map(lambda t: t[None], new))
+            sent[client] = blurred, None
+        return sent
+
+    def _reject(
+        self, server: ServerState, arrived: dict[int, LateUpdate], running: Sequence[int]
+    ) -> None:
+        """Decide which updates are not taken; their clients go on from what they had before."""
+        self.rejected = {}
+        if self._judge is None:
+            return
+        standings = {}
+        for client, (_, update, _) in arrived.items():
+            known = self._ledger.sums.get(str(client), {})
+            plan = self.algorithm.local.plan(
+                self._sizes[client], (self._seed, str(client)), server.iteration
+            )
+            steps = torch.tensor(float(len(plan)), dtype=torch.float64)
+            standings[str(client)] = self.algorithm.standing(server, update, known, steps)
+        updates = {str(client): update for client, (_, update, _) in arrived.items()}
+        late = {str(client) for client in arrived if client not in running}
+        found = self._judge.rejected(server, updates, standings, late)
+        self.rejected = {int(name): reason for name, reason in found.items()}
+        self._rejections += len(found)
+        for client, (_, update, before) in arrived.items():
+            if client in self.rejected:
+                self._memory.save([client], tree_map(lambda t: t[None], before))
+            else:
+                self._ledger.add(str(client), self.algorithm.contribution(update))
+
+    def _withdraw(self) -> None:
+        """Take out what clients have contributed that are rejected again and again."""
+        for name in [] if self._judge is None else self._judge.withdrawn():
+            if name in self._ledger.sums:
+                gone = self._ledger.forget(name)
+                share = float(self._alphas[int(name)])
+                self.server = without_contribution(self.server, gone, share, 1.0, 1.0)
+                self._memory.save([int(name)], tree_map(lambda t: t[None], self._initial))
 
     def _wait(self, present: Sequence[int], iteration: int) -> dict[int, float]:
         """Let the virtual time of a round pass, and return when the updates of it arrive."""
@@ -274,8 +386,9 @@ class Simulation:
 
         Returns:
             The rows, those from before an interruption included: `round`, what `evaluate` returns,
-            what the run has cost so far (see `Counts`), `seconds`, and the virtual `time` if there
-            is a `timing`.
+            what the run has cost so far (see `Counts`), `seconds`, and, where they make sense, the
+            virtual `time`, the number of updates `rejected`, and the `epsilon` of the model at
+            `delta` of `privacy`.
 
         Raises:
             FloatingPointError: the weights are no longer finite.
@@ -293,6 +406,10 @@ class Simulation:
             row |= {**dataclasses.asdict(self.counts), "seconds": time.perf_counter() - start}
             if self._timing is not None:
                 row["time"] = self.time
+            if self._judge is not None:
+                row["rejected"] = self._rejections
+            if self._account is not None:
+                row["epsilon"] = self._account.epsilon
             if history.add(row, self.state_dict):
                 self._memory.release()
             return row
@@ -339,9 +456,16 @@ class Simulation:
             "time": self.time,
             "under_way": [
                 {"client": client, "arrival": late.arrival, **late.update._asdict()}
+                | ({} if late.before is None else {"before": late.before})
                 for client, late in self._under_way.items()
             ],
         }
+        if self._judge is not None:
+            state["judge"] = self._judge.state_dict()
+            state["ledger"] = dict(self._ledger.sums)
+            state["rejections"] = self._rejections
+        if self._account is not None:
+            state["spent"] = dict(self._account.spent)
         return cast(dict[str, Any], _copied(state, None))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -356,9 +480,17 @@ class Simulation:
         self.counts = Counts(**copied["counts"])
         self.time = copied["time"]
         self._under_way = {
-            late["client"]: LateUpdate(late["arrival"], Message(late["tensors"], late["numbers"]))
+            late["client"]: LateUpdate(
+                late["arrival"], Message(late["tensors"], late["numbers"]), late.get("before")
+            )
             for late in copied["under_way"]
         }
+        if self._judge is not None:
+            self._judge.load_state_dict(copied["judge"])
+            self._ledger = Ledger(copied["ledger"])
+            self._rejections = copied["rejections"]
+        if self._account is not None:
+            self._account.spent = copied["spent"]
         self._copy_weights_into_model()
 
     def _setting(self) -> dict[str, Any]:
@@ -368,6 +500,8 @@ class Simulation:
             "model": shapes,
             "sizes": self._sizes,
             "seed": self._seed,
+            "robust": None if self._robust is None else repr(self._robust),
+            "privacy": None if self._privacy is None else repr(self._privacy),
         }
 
 

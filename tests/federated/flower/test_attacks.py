@@ -228,6 +228,46 @@ def test_an_outlier_loses_what_it_had_contributed(tmp_path):
     assert imbalance(server, tmp_path / "clients") < 1e-6
 
 
+def test_what_a_judge_knows_survives_a_restart(tmp_path):
+    """Four rounds before, four after: the same clients are rejected as without a restart."""
+    runs = []
+    for stops in ((8,), (4, 8)):
+        folder = tmp_path / str(len(stops))
+        grid = federation(folder / "clients", 8)
+        grid.tricks[4] = lying(times(-2.9), range(2, 8))
+        robust, rounds = RobustSelection(), []
+        for stop in stops:
+            server = strategy(
+                folder / "server.pt", clients=8, robust=robust, screen=Screen(largest=1e3)
+            )
+            start(grid, server, stop)
+            rounds += [entry.rejected for entry in server.rounds]
+        runs.append(rounds)
+    assert runs[0] == runs[1]
+    assert "put out" in str(runs) or all("4" in rejected for rejected in runs[0][2:])
+
+
+def test_claimed_samples_are_limited_and_the_sum_stays_right(tmp_path):
+    """Clients have 5, 7, ... samples; the limit is that of the start, also for who comes later."""
+    file, folder = tmp_path / "server.pt", tmp_path / "clients"
+    grid = federation(folder, 5)
+    robust = RobustSelection(factor=1e9, count_limit=1.0)
+    grid.offline = {4}
+    start(grid, strategy(file, clients=4, robust=robust), 2)
+    grid.offline = set()
+    server = start(grid, strategy(file, clients=4, robust=robust), 4)
+    assert {name: c.samples for name, c in server.clients.items()}["4"] == 13
+    weights = {name: client.weight for name, client in server.clients.items()}
+    assert weights == {"0": 5, "1": 7, "2": 7, "3": 7, "4": 7}
+    total = {}
+    for name, sums in server._ledger.sums.items():
+        for key, dual in sums["dual"].items():
+            total[key] = total.get(key, 0) + weights[name] / 33 * dual.double()
+    for key, dual in server.server.memory["dual"].items():
+        torch.testing.assert_close(total[key].float(), dual, rtol=1e-4, atol=1e-6)
+    assert command(["evict", str(file), "4"]) == 0
+
+
 @pytest.mark.parametrize("clients", [1, 2])
 def test_first_reply_has_a_bound(clients):
     """With nothing to compare with, too."""

@@ -24,12 +24,13 @@ from tests.federated.flower.fake import (
     start,
     strategy,
 )
-from torchpisa.federated import FedADMM, FedAvg, Scaffold
+from torchpisa.federated import FedADMM, FedAvg, RobustSelection, Scaffold
 from torchpisa.federated.flower import (
     GaussianNoise,
     NobodyTrainsError,
     arrays,
 )
+from torchpisa.federated.trust.privacy import PrivacyAccount
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,30 @@ def test_blurred_updates_keep_the_sum(algorithm, tmp_path):
     assert not torch.equal(server.server.weights[name], plain.server.weights[name])
     if kind is not None:
         assert imbalance(server, tmp_path, kind) < 1e-5
+
+
+def test_the_server_reports_epsilon_also_after_a_restart(tmp_path):
+    privacy = GaussianNoise(0.05, 1.0)
+    grid = federation(tmp_path / "clients", privacy=privacy)
+    start(grid, strategy(tmp_path / "server.pt", privacy=privacy), 2)
+    server = strategy(tmp_path / "server.pt", privacy=privacy)
+    result = server.start(grid, arrays(model()), 5)
+    assert all(entry.absent == [] for entry in server.rounds)
+    sizes = {name: client.samples for name, client in server.clients.items()}
+    account = PrivacyAccount(privacy)
+    for _ in range(5):
+        account.add({name: n / sum(sizes.values()) for name, n in sizes.items()})
+    metrics = result.train_metrics_clientapp
+    assert metrics[5]["epsilon"] == pytest.approx(account.epsilon)
+    assert metrics[3]["epsilon"] < metrics[5]["epsilon"]
+
+
+def test_epsilon_is_of_the_noise_that_clients_add():
+    grid = federation(None, privacy=GaussianNoise(0.05, 0.1))
+    with pytest.raises(NobodyTrainsError, match=r"privacy must be that of the server, Gauss.*1.0"):
+        start(grid, strategy(privacy=GaussianNoise(0.05, 1.0)))
+    with pytest.raises(ValueError, match="privacy must be None with robust"):
+        strategy(privacy=GaussianNoise(0.05, 1.0), robust=RobustSelection())
 
 
 def test_noise_is_refused_where_updates_hold_weights():

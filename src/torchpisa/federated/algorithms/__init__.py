@@ -7,7 +7,6 @@ from torchpisa.federated.algorithms.feddyn import FedDyn
 from torchpisa.federated.algorithms.fedmuon import FedMuon
 from torchpisa.federated.algorithms.fedpd import FedPD
 from torchpisa.federated.algorithms.pisa import MISA, PISA, SISA
-from torchpisa.federated.algorithms.robust import RobustSelection
 from torchpisa.federated.algorithms.server_optimizers import (
     FedAdagrad,
     FedAdam,
@@ -35,7 +34,6 @@ __all__ = [
     "FedYogi",
     "Fields",
     "Message",
-    "RobustSelection",
     "Scaffold",
     "ServerMuon",
     "ServerState",

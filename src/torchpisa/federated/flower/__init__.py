@@ -8,10 +8,10 @@ keeps its sum, and both survive being killed. See the page on Flower.
 from torchpisa.federated.durable_files import DamagedFileError
 from torchpisa.federated.flower.checkpoint import InUseError
 from torchpisa.federated.flower.client import client_app
-from torchpisa.federated.flower.privacy import GaussianNoise
 from torchpisa.federated.flower.records import arrays, load_arrays
 from torchpisa.federated.flower.screen import Screen
 from torchpisa.federated.flower.strategy import FederatedStrategy, NobodyTrainsError
+from torchpisa.federated.trust.privacy import GaussianNoise
 
 __all__ = [
     "DamagedFileError",

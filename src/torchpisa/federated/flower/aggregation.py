@@ -10,9 +10,7 @@ import torch
 from flwr.app import MetricRecord
 
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, ServerState, add
-from torchpisa.federated.algorithms.robust import RobustSelection
 from torchpisa.federated.flower.exchange import NOT_ANSWERED, TOO_LARGE
-from torchpisa.federated.flower.ledger import Ledger
 from torchpisa.federated.flower.records import (
     OversizeError,
     PayloadError,
@@ -23,6 +21,8 @@ from torchpisa.federated.flower.records import (
     read_numbers,
 )
 from torchpisa.federated.flower.screen import Screen, Sizes, norms, update_template, weight_scale
+from torchpisa.federated.trust.ledger import Ledger
+from torchpisa.federated.trust.robust import Judge
 
 __all__ = ["Round", "RoundAggregation", "weighted_mean"]
 
@@ -61,7 +61,8 @@ class RoundAggregation:
         samples: of every client.
         seed: of the training.
         ledger: where updates that were taken are entered, if anywhere.
-        robust: rejects updates that are far from the others, once all have arrived.
+        judge: rejects updates that no honest client would send, once all have arrived.
+        shares: of every client; those of its samples by default.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class RoundAggregation:
         samples: Mapping[str, int],
         seed: int = 0,
         ledger: Ledger | None = None,
-        robust: RobustSelection | None = None,
+        judge: Judge | None = None,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self.present: list[str] = []
         self.iterations: dict[str, int] = {}  # of the updates that arrived, by client
@@ -85,10 +87,12 @@ class RoundAggregation:
         self._server = server
         self._screen = screen
         self._samples = samples
-        self._shares = {name: n / sum(samples.values()) for name, n in samples.items()}
+        if shares is None:
+            shares = {name: n / sum(samples.values()) for name, n in samples.items()}
+        self._shares = shares
         self._seed = seed
         self._ledger = ledger
-        self._robust = robust
+        self._judge = judge
         self._standings: dict[str, Fields] = {}
         self._total: Message | None = None
         self._sizes: dict[str, Sizes] = {}
@@ -142,9 +146,9 @@ class RoundAggregation:
         known = {} if self._ledger is None else self._ledger.sums.get(name, {})
         standing = self._algorithm.standing(self._server, update, known, self._local_steps(name))
         self._sizes[name] = norms(standing)
-        if self._robust is not None:
+        if self._judge is not None:
             self._standings[name] = standing
-        if self._robust is not None or not self._screen.has_history:
+        if self._judge is not None or not self._screen.has_history:
             self._held_back[name] = update
         elif self._passes_screen(name):
             self._add(name, update)
@@ -221,9 +225,10 @@ class RoundAggregation:
     def close(self) -> tuple[Message | None, float]:
         """Return the sum of the accepted updates times their shares, and the sum of the shares."""
         passed = [name for name in self._held_back if self._passes_screen(name)]
-        if self._robust is not None:
+        if self._judge is not None:
             standings = {name: self._standings[name] for name in passed}
-            self.outliers = self._robust.rejected(standings)
+            updates = {name: self._held_back[name] for name in passed}
+            self.outliers = self._judge.rejected(self._server, updates, standings)
         for name in passed:
             if name in self.outliers:
                 self._reject(name, self.outliers[name])

@@ -1,6 +1,7 @@
 """The checkpoint of a server, and the lock that keeps a second run away from it."""
 
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -34,12 +35,19 @@ class ClientRecord:
         accepted: iteration of the last update taken from it, -1 before the first.
         life: the number of times it was restarted with an empty memory.
         key: fingerprint of the public key of its node.
+        counted: the number of samples that its share is computed from, if not what it has.
     """
 
     samples: int
     accepted: int = -1
     life: int = 0
     key: str | None = None
+    counted: float | None = None
+
+    @property
+    def weight(self) -> float:
+        """Return the number of samples that the client's share is computed from."""
+        return self.samples if self.counted is None else self.counted
 
 
 @dataclass
@@ -54,6 +62,9 @@ class Checkpoint:
         sizes: sizes of the updates of recent rounds, for the screen.
         evicted: clients that are not let in again.
         lives: the next `life` of clients that have left, which voids their memory.
+        judge: what a robust selection knows about the clients, if there is one.
+        largest_count: the number of samples that a client counts with at most.
+        spent: what is revealed about each client; see `PrivacyAccount`.
         generation: the number of times that the checkpoint was written.
         run: Flower's id of the run that wrote it.
         setting: algorithm and seed, which must stay the same.
@@ -66,6 +77,9 @@ class Checkpoint:
     sizes: list[list[Sizes]] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
     lives: dict[str, int] = field(default_factory=dict)
+    judge: dict[str, Any] | None = None
+    largest_count: float = math.inf
+    spent: dict[str, float] = field(default_factory=dict)
     generation: int = 0
     run: str = ""
     setting: dict[str, Any] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from torchpisa.federated.flower.client_memory import (
     FolderMemoryStore,
     RunMemoryStore,
 )
-from torchpisa.federated.flower.privacy import GaussianNoise, check_mods
+from torchpisa.federated.flower.mods import check_mods
 from torchpisa.federated.flower.records import (
     HEAD,
     arrays_of,
@@ -32,6 +32,7 @@ from torchpisa.federated.flower.records import (
     read_numbers,
     to_records,
 )
+from torchpisa.federated.trust.privacy import GaussianNoise
 
 __all__ = ["Evaluate", "client_app"]
 
@@ -109,6 +110,7 @@ class _Client:
         """Run one round and return the update."""
         content, name = message.content, client_name(context)
         algorithm = self._agreed_algorithm(content, context)
+        self._check_privacy(str(content.config_records[HEAD].get("privacy", "")))
         iteration = int(read_entry(content, "iteration", int))
         accepted = int(read_entry(content, "accepted", int))
         down = self._read_broadcast(content)
@@ -166,6 +168,11 @@ class _Client:
         if local != remote:
             raise ValueError(f"algorithm must be that of the server, {remote}, got {local}")
         return algorithm
+
+    def _check_privacy(self, reported: str) -> None:
+        """Raise if the server reports an epsilon for other noise than this client's."""
+        if reported and reported != repr(self.privacy):
+            raise ValueError(f"privacy must be that of the server, {reported}, got {self.privacy}")
 
     def _read_broadcast(self, content: RecordDict) -> base.Message:
         """Return the server's broadcast, on the device of the model."""

@@ -16,7 +16,7 @@ from torchpisa.federated.durable_files import DamagedFileError
 from torchpisa.federated.flower import checkpoint as checkpoints
 from torchpisa.federated.flower.checkpoint import Checkpoint, InUseError
 from torchpisa.federated.flower.client_memory import training_folder
-from torchpisa.federated.flower.ledger import without_contribution
+from torchpisa.federated.trust.ledger import without_contribution
 
 __all__ = ["main"]
 
@@ -143,10 +143,10 @@ def _withdraw(saved: Checkpoint, name: str, leaves: bool) -> None:
             f"what client {name!r} has contributed is not known: the training must run with "
             "FederatedStrategy(ledger=True) from its start"
         )
-    before = sum(other.samples for other in saved.clients.values())
-    after = before - client.samples if leaves else before
+    before = sum(other.weight for other in saved.clients.values())
+    after = before - client.weight if leaves else before
     contribution = saved.ledger.pop(name, {})
-    saved.server = without_contribution(saved.server, contribution, client.samples, before, after)
+    saved.server = without_contribution(saved.server, contribution, client.weight, before, after)
 
 
 def _client(saved: Checkpoint, name: str) -> checkpoints.ClientRecord:
@@ -179,14 +179,14 @@ def _release(saved: Checkpoint, name: str) -> None:
 
 def _show(chosen: argparse.Namespace) -> None:
     saved = _read(chosen.checkpoint)
-    total = sum(client.samples for client in saved.clients.values())
+    total = sum(client.weight for client in saved.clients.values())
     print(
         f"training {saved.training}, {saved.server.iteration} rounds, "
         f"generation {saved.generation} by run {saved.run}"
     )
     print(f"{'client':<16}{'samples':>10}{'share':>9}{'last update':>13}  key")
     for name, client in sorted(saved.clients.items()):
-        share, key = client.samples / total, (client.key or "none")[:12]
+        share, key = client.weight / total, (client.key or "none")[:12]
         last = str(client.accepted + 1) if client.accepted >= 0 else "none"
         print(f"{name:<16}{client.samples:>10}{share:>9.1%}{last:>13}  {key}")
     for name in saved.evicted:

@@ -1,6 +1,7 @@
 """The roster of a training: clients by name, and the nodes behind them."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Client(ClientRecord):
     @property
     def record(self) -> ClientRecord:
         """Return what is kept from run to run."""
-        return ClientRecord(self.samples, self.accepted, self.life, self.key)
+        return ClientRecord(self.samples, self.accepted, self.life, self.key, self.counted)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Roster:
         lives: the next `life` of clients that have left.
         put_aside: the reason why a client is no longer asked in this run, by name.
         started: whether training has begun. Before that, shares are not known yet.
+        largest_count: the number of samples that a client counts with at most; see `limit_counts`.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Roster:
         self.lives: dict[str, int] = {}
         self.put_aside: dict[str, str] = {}
         self.started = False
+        self.largest_count = math.inf
         self._patience = patience
         self._on_join = on_join
         self._admission = Admission() if admission is None else admission
@@ -97,6 +100,27 @@ class Roster:
     def samples(self) -> int:
         """Return the number of samples of all clients, absent ones included."""
         return sum(client.samples for client in self.clients.values())
+
+    @property
+    def weight(self) -> float:
+        """Return the number of samples that count, of all clients, absent ones included."""
+        return sum(client.weight for client in self.clients.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the share of every client."""
+        total = self.weight
+        return {name: client.weight / total for name, client in self.clients.items()}
+
+    def limit_counts(self, largest: float) -> None:
+        """Let no client count with more samples, unless the operator has said how many it has."""
+        if self._admission.samples is None:
+            self.largest_count = largest
+            for client in self.clients.values():
+                client.counted = self._counted(client.samples)
+
+    def _counted(self, samples: int) -> float | None:
+        return self.largest_count if samples > self.largest_count else None
 
     @property
     def names(self) -> list[str]:
@@ -161,7 +185,8 @@ class Roster:
         if client is None:
             if self.started and not self._may_join(node, name, samples):
                 return
-            client = Client(samples, life=self.lives.get(name, 0), key=key, name=name)
+            life, counted = self.lives.get(name, 0), self._counted(samples)
+            client = Client(samples, life=life, key=key, counted=counted, name=name)
             self._on_join(client)
             self.clients[name] = client
         elif self._admission.bind_names and key is not None:

@@ -27,15 +27,16 @@ from torchpisa.checks import check_count, check_range
 from torchpisa.data import permutation
 from torchpisa.federated.algorithms import base
 from torchpisa.federated.algorithms.base import Algorithm, ServerState, Tensors
-from torchpisa.federated.algorithms.robust import RobustSelection
 from torchpisa.federated.flower import checkpoint as checkpoints
 from torchpisa.federated.flower.aggregation import Round, RoundAggregation, weighted_mean
 from torchpisa.federated.flower.checkpoint import Checkpoint
 from torchpisa.federated.flower.exchange import Inbox, exchange
-from torchpisa.federated.flower.ledger import Ledger, without_contribution
 from torchpisa.federated.flower.records import HEAD, arrays_of, size_limit, tensors_of, to_records
 from torchpisa.federated.flower.roster import Admission, Client, Roster
 from torchpisa.federated.flower.screen import Screen, update_template
+from torchpisa.federated.trust.ledger import Ledger, without_contribution
+from torchpisa.federated.trust.privacy import GaussianNoise, PrivacyAccount
+from torchpisa.federated.trust.robust import Judge, RobustSelection
 
 __all__ = ["FederatedStrategy", "NobodyTrainsError"]
 
@@ -102,8 +103,11 @@ class FederatedStrategy(Strategy):
         participation: the share of the clients that is drawn for every round, at least one.
         seed: decides how clients shuffle their data and who takes part.
         screen: what is too large to be an update.
-        robust: reject updates that are far from those of the others, whatever their size; see
+        robust: reject updates that no honest client would send, whatever their size; see
             `torchpisa.federated.RobustSelection`. The server then holds all updates of a round.
+        privacy: that of the clients' `client_app`. Clients with another refuse to train, and the
+            metrics of a round have the `epsilon` of the model so far, at `privacy.delta`. It holds
+            if the screen rejects nobody, and not together with `robust`.
         samples: how many samples each client has, by name. Other clients are not let in, and what
             clients say themselves is ignored. Without it they are believed, within `max_share`.
         max_share: the largest part of all samples that one client may claim to have, where there
@@ -136,6 +140,7 @@ class FederatedStrategy(Strategy):
         seed: int = 0,
         screen: Screen | None = None,
         robust: RobustSelection | None = None,
+        privacy: GaussianNoise | None = None,
         samples: Mapping[str, int] | None = None,
         max_share: float = 0.5,
         bind_names: bool = True,
@@ -155,6 +160,11 @@ class FederatedStrategy(Strategy):
         check_range("max_share", max_share, 0, 1, low_open=True)
         for name, count in (samples or {}).items():
             check_count(f"samples[{name!r}]", count)
+        if privacy is not None and robust is not None:
+            raise ValueError(
+                "privacy must be None with robust: which updates are rejected depends on what the "
+                "noise is to hide"
+            )
         self.algorithm = algorithm
         self.rounds: list[Round] = []
         self._min_clients = clients
@@ -169,6 +179,9 @@ class FederatedStrategy(Strategy):
         default = Screen() if ledger else Screen(largest=1e3)
         self._screen = default if screen is None else screen
         self._robust = robust
+        self._judge = None if robust is None else Judge(robust, algorithm)
+        self._privacy = privacy
+        self._account = None if privacy is None else PrivacyAccount(privacy)
         self._evaluate = evaluate
         self._poll = poll
         self._training = uuid.uuid4().hex
@@ -189,7 +202,6 @@ class FederatedStrategy(Strategy):
         self._bytes_down = 0
         self._attempt = 0  # how often the open round was tried before
         self._strikes: dict[str, int] = {}
-        self._outlier_rounds: dict[str, int] = {}  # rounds in a row, by client
         self._low_rounds = 0  # rounds in a row with a low share of the samples
 
     @property
@@ -319,6 +331,11 @@ class FederatedStrategy(Strategy):
         self._generation = saved.generation
         self._roster.evicted, self._roster.lives = set(saved.evicted), saved.lives
         self._roster.started = True
+        self._roster.largest_count = saved.largest_count
+        if self._judge is not None and saved.judge is not None:
+            self._judge.load_state_dict(saved.judge)
+        if self._account is not None:
+            self._account.spent = saved.spent
         for name, record in saved.clients.items():
             self._roster.clients[name] = Client(**vars(record), name=name)
         if self._ledger is not None:
@@ -341,6 +358,9 @@ class FederatedStrategy(Strategy):
             self._roster.update(grid)
             present = [client.name for client in self._roster.reachable]
             if len(present) >= self._min_clients:
+                if self._robust is not None and not self._roster.started:
+                    claims = [client.samples for client in self.clients.values()]
+                    self._roster.limit_counts(self._robust.largest_count(claims))
                 self._roster.started = True
                 return
             if time.monotonic() >= end:
@@ -363,9 +383,9 @@ class FederatedStrategy(Strategy):
             result.evaluate_metrics_serverapp[self.server.iteration] = metrics
 
     def _admit(self, client: Client) -> None:
-        before = self._roster.samples
+        before = self._roster.weight
         if before:
-            after = before + client.samples
+            after = before + client.weight
             self._server = self.algorithm.admit(self.server, before, after)
         _log.info("client %r has joined with %d samples", client.name, client.samples)
 
@@ -395,6 +415,8 @@ class FederatedStrategy(Strategy):
             "iteration": self.server.iteration,
             "staleness": self._staleness,
         }
+        if self._privacy is not None:
+            about["privacy"] = repr(self._privacy)
         content = to_records(down, about)
         messages = []
         for client, node in present:
@@ -495,7 +517,8 @@ class FederatedStrategy(Strategy):
             samples,
             self._seed,
             self._ledger,
-            self._robust,
+            self._judge,
+            self._roster.shares,
         )
         answered = set()
         for reply in replies:
@@ -514,6 +537,9 @@ class FederatedStrategy(Strategy):
             self._require_finite()
             for name in aggregation.present:
                 self.clients[name].accepted = aggregation.iterations[name]
+            if self._account is not None:
+                shares = self._roster.shares
+                self._account.add({name: shares[name] for name in aggregation.present})
             self._save()
         for name in aggregation.rejected:  # it shall not send the same again
             self._last_rejected[name] = self._opened.iteration
@@ -546,17 +572,16 @@ class FederatedStrategy(Strategy):
             "bytes-down": self._bytes_down,
             **aggregation.metrics,
         }
+        if self._account is not None:
+            metrics["epsilon"] = self._account.epsilon
         return arrays_of(self.server.weights), MetricRecord(metrics)
 
     def _withdraw_outliers(self, aggregation: RoundAggregation) -> None:
         """Restart clients that were outliers several times in a row."""
-        for name in aggregation.present:
-            self._outlier_rounds.pop(name, None)
+        late = [] if self._judge is None else self._judge.withdrawn()
         for name in aggregation.outliers:
-            self._outlier_rounds[name] = self._outlier_rounds.get(name, 0) + 1
             contributed = self.clients[name].accepted >= 0 and self.server.memory
-            late = self._robust is not None and self._outlier_rounds[name] >= self._robust.patience
-            if contributed and late and self._ledger is not None:
+            if contributed and name in late and self._ledger is not None:
                 self.restart(name)
 
     def _put_oversized_aside(self, aggregation: RoundAggregation) -> None:
@@ -580,7 +605,8 @@ class FederatedStrategy(Strategy):
             return
         if self._low_rounds % 10 == 0:
             heavy = sorted(absent, key=lambda name: -self.clients[name].samples)[:5]
-            parts = {name: self.clients[name].samples / self._roster.samples for name in heavy}
+            shares = self._roster.shares
+            parts = {name: shares[name] for name in heavy}
             shown = ", ".join(f"{name!r} ({part:.1%})" for name, part in parts.items())
             _log.warning(
                 "only %.2g%% of the samples had a part in round %d: the model hardly moves. "
@@ -608,6 +634,9 @@ class FederatedStrategy(Strategy):
             self._screen.history,
             sorted(self._roster.evicted),
             self._roster.lives,
+            None if self._judge is None else self._judge.state_dict(),
+            self._roster.largest_count,
+            {} if self._account is None else self._account.spent,
             self._generation,
             self._run,
         )
@@ -628,12 +657,10 @@ class FederatedStrategy(Strategy):
             RuntimeError: there is no ledger.
         """
         contribution = self._take_contribution(name)
-        before = self._roster.samples
+        before = self._roster.weight
         client = self._roster.evict(name)
-        after = before - client.samples
-        self._server = without_contribution(
-            self.server, contribution, client.samples, before, after
-        )
+        after = before - client.weight
+        self._server = without_contribution(self.server, contribution, client.weight, before, after)
         _log.warning("client %r is evicted", name)
         self._save()
 
@@ -648,8 +675,8 @@ class FederatedStrategy(Strategy):
             RuntimeError: there is no ledger.
         """
         contribution = self._take_contribution(name)
-        client, total = self.clients[name], self._roster.samples
-        self._server = without_contribution(self.server, contribution, client.samples, total, total)
+        client, total = self.clients[name], self._roster.weight
+        self._server = without_contribution(self.server, contribution, client.weight, total, total)
         client.accepted, client.life = -1, client.life + 1
         _log.warning("client %r starts anew", name)
         self._save()

@@ -37,7 +37,7 @@ class Ledger:
 
 
 def without_contribution(
-    server: ServerState, contribution: Fields, samples: int, before: int, after: int
+    server: ServerState, contribution: Fields, samples: float, before: float, after: float
 ) -> ServerState:
     r"""Return the server without what a client has contributed.
 

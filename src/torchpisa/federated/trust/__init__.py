@@ -1,0 +1,1 @@
+"""What stands between a server and clients that lie, and between clients and those who look."""
