@@ -26,7 +26,7 @@ CLASSES = {
     "scaffold": federated.Scaffold,
     "fedsgd": federated.FedAvg,
     "sisa": federated.SISA,
-    "misa": federated.MISA,
+    "misa": functools.partial(federated.MISA, momentum=0.95),  # the default of that time
     "scaffold_warm": federated.Scaffold,
     "fedavgm": federated.FedAvgM,
     "fedadagrad": federated.FedAdagrad,
@@ -60,6 +60,13 @@ def algorithm(settings: Settings) -> federated.Algorithm:
 
 def run(config: Config, settings: Settings, *, device: str, data: str) -> Iterator[Line]:
     """Yield accuracy and costs so far, every few rounds; one that diverges ends early."""
+    return trace(settings, algorithm(settings), device=device, data=data)
+
+
+def trace(
+    settings: Settings, algorithm: federated.Algorithm, *, device: str, data: str
+) -> Iterator[Line]:
+    """Yield accuracy and costs of an algorithm so far, as `run`."""
     dataset = load(settings.dataset, data, settings.validation, device)
     held_out = dataset.validation if settings.validation else dataset.test
     assert held_out is not None
@@ -71,7 +78,7 @@ def run(config: Config, settings: Settings, *, device: str, data: str) -> Iterat
     simulation = federated.Simulation(
         build(dataset.name, x.shape[1:], dataset.classes, settings.seed).to(device),
         [(x[part], y[part]) for part in (indices.to(device) for indices in parts.indices)],
-        algorithm(settings),
+        algorithm,
         seed=settings.seed,
         device=torch.device(device),
     )

@@ -21,12 +21,14 @@ from torchpisa.federated.algorithms import (
     FedPD,
     FedProx,
     FedYogi,
+    LocalMISA,
     RobustSelection,
     Scaffold,
     ServerMuon,
 )
 from torchpisa.federated.clients.local_work import Epochs, FullGradient, Minibatches
 from torchpisa.federated.clients.objective import accuracy, cross_entropy
+from torchpisa.federated.schedules import LinearDecay
 from torchpisa.federated.simulation import Counts, Simulation
 from torchpisa.federated.timing import LognormalDelay, Timing
 
@@ -50,6 +52,8 @@ __all__ = [
     "FedProx",
     "FedYogi",
     "FullGradient",
+    "LinearDecay",
+    "LocalMISA",
     "LognormalDelay",
     "Minibatches",
     "RobustSelection",
