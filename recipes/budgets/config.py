@@ -107,7 +107,9 @@ _ALL = {"algorithms": tuple(TRIALS), "half": False}
 _FEW = {"rounds": 50, "samples_per_round": 320, "every": 5, "local_steps": 10, **_ALL}
 _DIGITS = {**_FEW, "samples_per_round": 130, "chosen": "few rounds, digits"}
 PRESETS = {
-    "quick": Config((("digits", 1),), rounds=100, samples_per_round=16, seeds=1, **_ALL),
+    "quick": Config(
+        (("digits", 1),), rounds=100, samples_per_round=16, seeds=1, chosen="untuned", **_ALL
+    ),
     "trials": Config((("mnist", 1),), every=100, seeds=1, half=False, trials=True),
     "table": Config(tuple(TABLE)),
     # A tenth of the rounds, with ten times the samples in each; with digits also for a laptop.

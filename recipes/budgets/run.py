@@ -21,7 +21,7 @@ SCHEDULES = {
 }
 
 
-MAKERS = {**CLASSES, "misa": federated.MISA, "misa_local": federated.LocalMISA}
+MAKERS = {**CLASSES, "misa_local": federated.LocalMISA}
 
 
 def algorithm(settings: Settings) -> federated.Algorithm:

@@ -26,7 +26,7 @@ CLASSES = {
     "scaffold": federated.Scaffold,
     "fedsgd": federated.FedAvg,
     "sisa": federated.SISA,
-    "misa": functools.partial(federated.MISA, momentum=0.95),  # the default of that time
+    "misa": federated.MISA,
     "scaffold_warm": federated.Scaffold,
     "fedavgm": federated.FedAvgM,
     "fedadagrad": federated.FedAdagrad,
@@ -39,6 +39,8 @@ CLASSES = {
     "fedmuon": federated.FedMuon,
     "server_muon": federated.ServerMuon,
 }
+# Of the saved runs; the package has other ones now.
+OLD_DEFAULTS = {"misa": {"momentum": 0.95}}
 COLUMNS = ("round", "accuracy", "loss", "gradients", "samples", "bytes_up", "bytes_down")
 POINTS = 50  # of a curve in the saved results
 
@@ -55,7 +57,8 @@ def algorithm(settings: Settings) -> federated.Algorithm:
         if settings.epochs
         else federated.FullGradient()
     )
-    return CLASSES[settings.algorithm](**settings.options, local=local)
+    options = {**OLD_DEFAULTS.get(settings.algorithm, {}), **settings.options}
+    return CLASSES[settings.algorithm](**options, local=local)
 
 
 def run(config: Config, settings: Settings, *, device: str, data: str) -> Iterator[Line]:

@@ -217,7 +217,9 @@ def test_misa_takes_sigma_from_the_first_mean_gradient(make: Any, batched: bool)
     clients, start = classes(), mlp()
     first = [1, 3]
     algorithm = make(rho=4.0, momentum=0.8, damping=0.05, local=FullGradient(steps=3))
-    simulation = simulate(algorithm, 2, participation=lambda iteration: first if iteration else [], batched=batched)
+    simulation = simulate(
+        algorithm, 2, participation=lambda iteration: first if iteration else [], batched=batched
+    )
     x, y = (torch.cat([clients[i][column] for i in first]) for column in (0, 1))
     nn.functional.cross_entropy(start(x), y).backward()
     norm = math.sqrt(sum(float(w.grad.square().sum()) for w in start.parameters()))
