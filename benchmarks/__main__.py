@@ -5,6 +5,7 @@ import sys
 from benchmarks import diagnostics, federated, lightbench, step, step_figure, walk
 from benchmarks.defaults import command as defaults
 from benchmarks.distributed import command as distributed
+from benchmarks.distributed import owners
 from benchmarks.distributed import report as distributed_report
 
 COMMANDS = {
@@ -17,6 +18,7 @@ COMMANDS = {
     "lightbench": lightbench.main,
     "distributed": distributed.main,
     "distributed-figure": distributed_report.main,
+    "owners": owners.main,
 }
 
 

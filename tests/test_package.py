@@ -43,9 +43,13 @@ MAY_IMPORT = {
     "__init__": {"optim", "registry"},
 }
 INTERNAL = {"checks", "kernels", "state_keys", "torch_private"}  # not of the public interface
-# All that what distributed/ builds on may import from it: what is known of sharded tensors and,
-# where a process group is given, what implements the optimizers' `Peers`.
-UNDER_DISTRIBUTED = {"kernels": {"dtensor"}, "optim": {"dtensor", "process_group"}}
+# All that what distributed/ builds on may import from it: what is known of sharded tensors and of
+# who does what to whole matrices and, where a process group is given, what implements the
+# optimizers' `Peers`.
+UNDER_DISTRIBUTED = {
+    "kernels": {"dtensor", "owners"},
+    "optim": {"dtensor", "owners", "process_group"},
+}
 # Modules of kernels/triton that do without Triton.
 WITHOUT_TRITON = {"kernels.triton", "kernels.triton.plan", "kernels.triton.table"}
 # Folders that need optional packages: they may import them, and are imported only when needed.

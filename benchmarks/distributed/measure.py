@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from benchmarks.distributed.training import MODELS, REFERENCE, ROWS, Row, Traini
 from benchmarks.step import interquartile_range, rounded
 from benchmarks.stopwatch import state_bytes
 
-__all__ = ["MeasurementPlan", "measure"]
+__all__ = ["MeasurementPlan", "Turn", "measure", "timed"]
 
 TRACED = [REFERENCE, "torchpisa SISA, attach"]
 
@@ -36,8 +37,14 @@ class MeasurementPlan(NamedTuple):
     seed: int
 
 
-class _Turn(NamedTuple):
-    """Means over the steps of a turn: the slowest rank's time, and what a rank took and sent."""
+class Turn(NamedTuple):
+    """Means over the steps of a turn.
+
+    Attributes:
+        ms: the slowest rank's time.
+        cpu_ms: what all ranks together computed.
+        wire_bytes: what they sent; None if that is not known.
+    """
 
     ms: float
     cpu_ms: float
@@ -50,7 +57,7 @@ def measure(plan: MeasurementPlan) -> dict[str, Any]:
     for row in ROWS:  # DDP forms its buckets anew after the first step
         for _ in range(3 * row.period):
             trainings[row.name].step()
-    turns: dict[str, list[_Turn]] = {row.name: [] for row in ROWS}
+    turns: dict[str, list[Turn]] = {row.name: [] for row in ROWS}
     for repeat in range(plan.repeats):
         _say(f"turn {repeat + 1} of {plan.repeats}")
         for row in ROWS:
@@ -68,24 +75,27 @@ def measure(plan: MeasurementPlan) -> dict[str, Any]:
     }
 
 
-def _turn(training: Training, row: Row, steps: int) -> _Turn:
+def _turn(training: Training, row: Row, steps: int) -> Turn:
     """Measure some steps of a row, after one unmeasured round that warms up its caches."""
     for _ in range(row.period):
         training.step()
-    steps = -(-steps // row.period) * row.period
-    ranks = distributed.get_world_size()
+    return timed(training.step, -(-steps // row.period) * row.period)
+
+
+def timed(step: Callable[[], object], steps: int) -> Turn:
+    """Measure some calls of `step`; all ranks call this together."""
     distributed.barrier()
     sent = _sent_bytes()
     start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(steps):
-        training.step()
+        step()
     ms = torch.tensor(time.perf_counter() - start, dtype=torch.float64) / steps * 1e3
     cpu_ms = torch.tensor(time.process_time() - cpu_start, dtype=torch.float64) / steps * 1e3
     distributed.barrier()
-    wire = None if sent is None else ((_sent_bytes() or 0) - sent) / steps / ranks
+    wire = None if sent is None else ((_sent_bytes() or 0) - sent) / steps
     distributed.all_reduce(ms, distributed.ReduceOp.MAX)
     distributed.all_reduce(cpu_ms)
-    return _Turn(ms.item(), cpu_ms.item() / ranks, wire)
+    return Turn(ms.item(), cpu_ms.item(), wire)
 
 
 def _sent_bytes() -> int | None:
@@ -94,11 +104,12 @@ def _sent_bytes() -> int | None:
     return int(counter.read_text()) if counter.exists() else None
 
 
-def _describe(row: Row, training: Training, turns: dict[str, list[_Turn]]) -> dict[str, Any]:
+def _describe(row: Row, training: Training, turns: dict[str, list[Turn]]) -> dict[str, Any]:
     handed = overlap.collectives(overlap.profiled(training, row.period))
     samples = [turn.ms for turn in turns[row.name]]
     beside = [turn.ms for turn in turns[REFERENCE]]
     wires = [turn.wire_bytes for turn in turns[row.name] if turn.wire_bytes is not None]
+    ranks = distributed.get_world_size()
     state = sum(state_bytes(optimizer, training.parameters) for optimizer in training.optimizers)
     count = sum(param.numel() for param in training.parameters)
     return {
@@ -113,10 +124,10 @@ def _describe(row: Row, training: Training, turns: dict[str, list[_Turn]]) -> di
         "median_of_ratios": rounded(
             statistics.median(sample / other for sample, other in zip(samples, beside, strict=True))
         ),
-        "cpu_ms": rounded(statistics.median(turn.cpu_ms for turn in turns[row.name])),
+        "cpu_ms": rounded(statistics.median(turn.cpu_ms for turn in turns[row.name]) / ranks),
         "handed_bytes": sum(handed) / row.period,
         "all_reduces": len(handed) / row.period,
-        "wire_bytes": rounded(min(wires)) if wires else None,  # others can only add to it
+        "wire_bytes": rounded(min(wires) / ranks) if wires else None,  # others can only add to it
         "state_bytes_per_parameter": rounded(state / count),
     }
 

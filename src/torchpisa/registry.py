@@ -22,7 +22,7 @@ AnyOptimizer = PISA | SISA | NSISA | MISA
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """What is known about an optimizer by name.
+    """A description of an optimizer that has a name.
 
     Attributes:
         name: what `create` takes.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
-from benchmarks.distributed import command, overlap, report, scaling
+from benchmarks.distributed import command, overlap, owners, report, scaling
 from benchmarks.distributed.measure import fit
 from benchmarks.distributed.overlap import length, union, within, without
 from benchmarks.distributed.processes import start
@@ -225,3 +225,29 @@ def test_a_step_whose_last_all_reduce_was_not_recorded_does_not_count() -> None:
     names = ["c10d::allreduce_", "gloo:all_reduce", "c10d::allreduce_"]
     assert not overlap.is_complete([Recorded(name) for name in names])
     assert overlap.is_complete([Recorded(name) for name in names[:2]])
+
+
+def test_a_tiny_run_of_owners(tmp_path: Path) -> None:
+    file = tmp_path / "owners.json"
+    options = ("--processes", 4, "--width", 8, "--layers", 1, "--repeats", 1, "--steps", 1)
+    owners.main([str(word) for word in (*options, "--out", file)])
+    (run,) = json.loads(file.read_text())["runs"]
+    assert [row["name"] for row in run["rows"]] == [row.name for row in owners.ROWS]
+    assert run["matrices"] == 4
+    for row in run["rows"]:
+        assert row["cpu_ms"] > 0
+        assert row["largest_difference"] < 1e-5
+    text = file.with_suffix(".md").read_text()
+    assert all(f"| {row.name} |" in text for row in owners.ROWS)
+
+
+def test_the_committed_table_is_that_of_the_result() -> None:
+    result = json.loads((RESULTS / "owners.json").read_text())
+    assert (RESULTS / "owners.md").read_text() == owners.table(result)
+    assert [run["processes"] for run in result["runs"]] == [2, 4]
+
+
+def test_owners_refuses_odd_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        owners.main(["--processes", "3"])
+    assert "--processes must be even numbers >= 2, got 3" in capsys.readouterr().err

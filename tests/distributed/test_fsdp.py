@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.problem import (
     alone,
@@ -25,8 +25,7 @@ from tests.distributed.problem import (
 from tests.distributed.processes import run
 from tests.distributed.test_process_group import TOLERANCE
 from torchpisa import NSISA, PISA, SISA
-from torchpisa.distributed import dtensor, shard
-from torchpisa.kernels import newton_schulz
+from torchpisa.distributed import shard
 from torchpisa.preconditioners import SecondMoment, Spectral
 
 
@@ -152,61 +151,6 @@ def test_unknown_preconditioners_see_whole_parameters() -> None:
         backward(model, 0, step, torch.float64)
         opt.step()
     assert difference(run(unknown_preconditioner, 2), weights(model)) <= 1e-12
-
-
-# Newton-Schulz of whole matrices
-
-
-def orthogonalised(shapes: list[tuple[int, ...]], placements: list[Any]) -> float:
-    """Largest difference between parts of results and results of whole matrices."""
-    size = distributed.get_world_size()
-    torch.manual_seed(0)
-    matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    grid = init_device_mesh("cpu", (size // 2, 2) if len(placements) == 2 else (size,))
-    wholes = [distribute_tensor(matrix, grid, placements) for matrix in matrices]
-    parts = dtensor.solve(
-        [dtensor.local(w) for w in wholes],
-        wholes,
-        lambda matrices: newton_schulz.orthogonalize(matrices, 5, None),
-    )
-    worst = 0.0
-    for matrix, spread, part in zip(matrices, wholes, parts, strict=True):
-        (o,) = newton_schulz.orthogonalize([matrix.flatten(1)], 5)
-        expected = dtensor.local(distribute_tensor(o.view_as(matrix), grid, placements))
-        assert part.shape == dtensor.local(spread).shape
-        if part.numel():
-            worst = max(worst, float((part - expected).abs().max()))
-    return worst
-
-
-SHAPES = [(8, 3), (8, 3), (5, 7), (1, 4), (3, 2, 2), (16, 16), (2, 9)]
-
-
-@pytest.mark.parametrize(
-    "placements",
-    [[Shard(0)], [Shard(1)], [Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(1)]],
-    ids=str,
-)
-def test_whole_matrices_are_orthogonalised(placements: list[Any]) -> None:
-    assert max(run(orthogonalised, 4, SHAPES, placements)) <= 1e-10
-
-
-def in_stages() -> float:
-    dtensor._STAGE = 40
-    return orthogonalised(SHAPES, [Shard(0)])
-
-
-def test_whole_matrices_in_stages() -> None:
-    assert max(run(in_stages, 3)) <= 1e-10
-
-
-def test_owners_share_the_work() -> None:
-    stages = dtensor._stages([(64, 64)] * 8 + [(16, 16)] * 4, 4)
-    work = [0] * 4
-    for stage in stages:
-        for matrix in stage:
-            work[matrix.owner] += matrix.rows * matrix.cols * min(matrix.rows, matrix.cols)
-    assert max(work) == min(work)
 
 
 # Batches that are left out

@@ -276,7 +276,7 @@ def test_stochastic_rounding_is_right_on_average(state_dtype):
             opt = MISA(
                 [{"params": [nn.Parameter(w)], **own}],
                 lr=1e-3,
-                fused=True,
+                fused=rounds,
                 ns_dtype=None,
                 stochastic_rounding=rounds,
                 state_dtype=state_dtype if rounds else None,

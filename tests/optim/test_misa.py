@@ -226,10 +226,10 @@ def backward(model: nn.Module, ranks: list[int], step: int) -> None:
     torch.stack(losses).mean().backward()
 
 
-def trained(model: nn.Module, ranks: list[int], foreach: bool | None = None) -> MISA:
+def trained(model: nn.Module, ranks: list[int], **settings: Any) -> MISA:
     first, *rest = model.parameters()
     groups = [{"params": [first], "blocks": 3}, {"params": rest}]
-    opt = MISA(groups, foreach=foreach, clip=0.5)
+    opt = MISA(groups, clip=0.5, **settings)
     for step in range(10):
         opt.zero_grad()
         backward(model, ranks, step)
@@ -237,9 +237,10 @@ def trained(model: nn.Module, ranks: list[int], foreach: bool | None = None) -> 
     return opt
 
 
-def data_parallel() -> list[Tensor]:
+def data_parallel(shared: bool) -> list[Tensor]:
     model = nn.parallel.DistributedDataParallel(network().double())
-    trained(model, [distributed.get_rank()])
+    replicas = distributed.group.WORLD if shared else None
+    trained(model, [distributed.get_rank()], replicas=replicas)
     return [p.detach() for p in model.parameters()]
 
 
@@ -249,7 +250,7 @@ def fully_sharded(foreach: bool | None) -> list[Tensor]:
 
     model = network().double()
     fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
-    trained(model, [distributed.get_rank()], foreach)
+    trained(model, [distributed.get_rank()], foreach=foreach)
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
@@ -262,8 +263,13 @@ def expected() -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("how", "settings"),
-    [(data_parallel, ()), (fully_sharded, (None,)), (fully_sharded, (False,))],
-    ids=["ddp", "fsdp-foreach", "fsdp-loop"],
+    [
+        (data_parallel, (False,)),
+        (data_parallel, (True,)),
+        (fully_sharded, (None,)),
+        (fully_sharded, (False,)),
+    ],
+    ids=["ddp", "ddp-replicas", "fsdp-foreach", "fsdp-loop"],
 )
 def test_processes_equal_one(how: Any, settings: tuple[Any, ...], expected: list[Tensor]) -> None:
     for result in run(how, 3, *settings):

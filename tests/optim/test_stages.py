@@ -231,11 +231,6 @@ def test_what_is_refused() -> None:
     w = nn.Parameter(torch.randn(4, 6))
     with pytest.raises(ValueError, match=r"before must be None or a stage of .*, got <class"):
         MISA([w], before=Whiten)  # type: ignore[arg-type]
-    sharded = nn.Parameter(torch.randn(4, 6))
-    sharded.full_tensor = lambda: sharded  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"before must be None for sharded .*DistributedDataPar"):
-        MISA([sharded], before=Whiten())
-    MISA([{"params": [sharded], "matrix": False}], before=Whiten())  # nothing to whiten
 
 
 def test_the_scale_of_the_loss_does_not_matter() -> None:

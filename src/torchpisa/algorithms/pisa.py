@@ -30,7 +30,7 @@ Scalar = float | Tensor
 
 
 class Local(NamedTuple):
-    r"""What batch i leaves behind in one round.
+    r"""The results of batch i in one round.
 
     Attributes:
         contribution: \(u_i = \pi_i + 2 \sigma_i d_i\), what the batch adds to the consensus.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Attached", "Lockstep", "Ranks", "join", "on_device"]
+__all__ = ["Attached", "Lockstep", "Ranks", "group_of", "join", "on_device"]
 
 T = TypeVar("T")
 
@@ -49,28 +49,33 @@ def join(process_group: Any, reduce_dtype: torch.dtype | None) -> "Ranks | None"
         process_group: a process group, a one-dimensional device mesh, or None.
         reduce_dtype: what contributions cross the network in.
     """
-    if process_group is None:
-        return None
+    group = None if process_group is None else group_of("process_group", process_group)
+    return None if group is None else Ranks(group, reduce_dtype)
+
+
+def group_of(name: str, given: Any) -> "ProcessGroup | None":
+    """Return a process group, or None if it has no other ranks than this one.
+
+    Args:
+        name: the argument by which it was given.
+        given: a process group or a one-dimensional device mesh.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
             raise ValueError(
-                "process_group must be a process group or a mesh of one dimension, got one of "
-                f"{process_group.ndim}: name the one that replicas lie along, as in "
-                "mesh['replicate']"
+                f"{name} must be a process group or a mesh of one dimension, got one of "
+                f"{given.ndim}: name the one that replicas lie along, as in mesh['replicate']"
             )
-        process_group = process_group.get_group()
-    if not isinstance(process_group, distributed.ProcessGroup):
+        given = given.get_group()
+    if not isinstance(given, distributed.ProcessGroup):
         raise ValueError(
-            "process_group must be a torch.distributed process group (such as "
-            f"torch.distributed.group.WORLD) of which this process is a member, got "
-            f"{process_group!r}"
+            f"{name} must be a torch.distributed process group (such as "
+            f"torch.distributed.group.WORLD) of which this process is a member, got {given!r}"
         )
-    if distributed.get_world_size(process_group) == 1:
-        return None
-    return Ranks(process_group, reduce_dtype)
+    return None if distributed.get_world_size(given) == 1 else given
 
 
 @dataclass(frozen=True)
@@ -418,7 +423,7 @@ class Lockstep:
 
     @property
     def numbers(self) -> tuple[float, float]:
-        """What crosses to the others: the counts are equal if their variance is zero."""
+        """The numbers to send: the counts are equal if their variance is zero."""
         return float(self._missed), float(self._missed**2)
 
     def received(self, sums: Tensor, told: bool) -> None:

@@ -98,18 +98,20 @@ def for_local_step(
     """
     fused, foreach = settings["fused"], settings["foreach"]
     if members and (fused or (fused is None and foreach is None)):
-        found: Kernel | str
+        kernel_or_reason: Kernel | str
         if not _on_cpu([member.param for member in members]):
-            found = triton_plan.find(plans, (key, slot), members, preconditioner, slot, follows)
+            kernel_or_reason = triton_plan.find(
+                plans, (key, slot), members, preconditioner, slot, follows
+            )
         elif fused:
             params = [member.param for member in members]
-            found = native.obstacle(params, preconditioner) or native.NATIVE
+            kernel_or_reason = native.obstacle(params, preconditioner) or native.NATIVE
         else:
-            found = "a C compiler is called only for those who ask for it"
-        if not isinstance(found, str):
-            return found
+            kernel_or_reason = "a C compiler is called only for those who ask for it"
+        if not isinstance(kernel_or_reason, str):
+            return kernel_or_reason
         if fused:
-            raise ValueError(f"fused=True is not possible: {found}")
+            raise ValueError(f"fused=True is not possible: {kernel_or_reason}")
     return FOREACH if knows(preconditioner) and many_at_once(settings, members) else LOOP
 
 
@@ -151,13 +153,13 @@ def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa
     """
     fused, foreach = job.settings["fused"], job.settings["foreach"]
     if plans is not None and (fused or (fused is None and foreach is None)):
-        found: misa.ConsensusKernel | str = _NO_CPU_KERNEL
+        kernel_or_reason: misa.ConsensusKernel | str = _NO_CPU_KERNEL
         if not _on_cpu([member.param for member in job.members]):
-            found = triton_plan.find_misa(plans, key, job)
-        if not isinstance(found, str):
-            return found
+            kernel_or_reason = triton_plan.find_misa(plans, key, job)
+        if not isinstance(kernel_or_reason, str):
+            return kernel_or_reason
         if fused:
-            raise ValueError(f"fused=True is not possible: {found}")
+            raise ValueError(f"fused=True is not possible: {kernel_or_reason}")
     check_shapes(job.members, ("moment", "pending"))
     return misa.FOREACH if many_at_once(job.settings, job.members) else misa.LOOP
 

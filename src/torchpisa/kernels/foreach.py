@@ -324,7 +324,7 @@ def _follow(
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
-        groups = dtensor.groups([member.origin for member in members])
+        groups = dtensor.groups_of_parts(members[0].origin)
         norms = list(dtensor.summed(torch.stack(norms).square(), groups).sqrt().unbind())
     sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
     rms = torch.stack(torch._foreach_div(norms, scalars(sizes, norms[0]))).to(level.dtype)
@@ -472,9 +472,9 @@ def _of_matrices(
 ) -> Tensors:
     """Return what `solve` makes of whole matrices, also where they are spread over processes."""
     if members[0].whole is not None:
-        from torchpisa.distributed import dtensor
+        from torchpisa.distributed import owners
 
-        return dtensor.solve(tensors, [member.origin for member in members], solve)
+        return owners.solve(tensors, [member.origin for member in members], solve)
     return solve([as_matrix(tensor) for tensor in tensors])
 
 

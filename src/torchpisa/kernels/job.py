@@ -133,7 +133,7 @@ class LocalJob:
 
 
 class FindsNonfinite(Protocol):
-    """How a kernel deals with gradients that are not finite.
+    """The part of a kernel that deals with gradients that are not finite.
 
     Attributes:
         finds_nonfinite: whether it looks for such entries while it works (`LocalJob.search`), so
@@ -190,16 +190,17 @@ def check_shapes(members: Iterable[Member], keys: Iterable[str]) -> None:
     """
     keys = tuple(keys)
     for param, grad, state, _ in members:
-        if grad is not None and grad.shape != param.shape:
+        shape = param.shape
+        if grad is not None and grad.shape != shape:
             raise ValueError(
                 f"gradients must be shaped like their parameters, got one of shape "
-                f"{tuple(grad.shape)} for a parameter of shape {tuple(param.shape)}"
+                f"{tuple(grad.shape)} for a parameter of shape {tuple(shape)}"
             )
         for key in keys:
-            if key in state and state[key].shape != param.shape:
+            if key in state and state[key].shape != shape:
                 raise ValueError(
                     f"a parameter must keep the shape that its state has, got a parameter of shape "
-                    f"{tuple(param.shape)} with {key} of shape {tuple(state[key].shape)}: make a "
+                    f"{tuple(shape)} with {key} of shape {tuple(state[key].shape)}: make a "
                     "new optimizer after parameters were resized, or give the new parameter to "
                     "add_param_group"
                 )

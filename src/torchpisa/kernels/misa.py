@@ -5,9 +5,9 @@
 orthogonalised, or none of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from torchpisa.kernels.foreach import (
 from torchpisa.kernels.job import FindsNonfinite, Member, compute_dtype, real
 from torchpisa.kernels.rounding import store
 from torchpisa.preconditioners.consensus import Stage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "FOREACH",
@@ -61,6 +64,7 @@ class ConsensusJob:
             kernels that search while they work.
         flags: numbers on the device, one per member, to raise where a gradient is not finite, which
             then counts as zero; None to not look.
+        replicas: processes that take the same step and share the orthogonalisation, or None.
     """
 
     members: list[Member]
@@ -76,6 +80,12 @@ class ConsensusJob:
     clip_scale: Tensor | None = None
     search: bool = False
     flags: Sequence[Tensor] | None = None
+    replicas: "ProcessGroup | None" = None
+
+    @property
+    def whole_here(self) -> bool:
+        """Whether this process has all of each matrix, and is to orthogonalise it."""
+        return self.members[0].whole is None and self.replicas is None
 
 
 class ConsensusKernel(FindsNonfinite, Protocol):
@@ -88,7 +98,7 @@ class ConsensusKernel(FindsNonfinite, Protocol):
         """Return norms of r, as 0-d tensors, over some of the members each."""
 
 
-class Loop:
+class ConsensusLoop:
     """One parameter after the other; see `ConsensusKernel`."""
 
     finds_nonfinite: ClassVar[bool] = False
@@ -106,7 +116,7 @@ class Loop:
         ]
 
 
-class Foreach(Loop):
+class ConsensusForeach(ConsensusLoop):
     """Many parameters per call; see `ConsensusKernel`."""
 
     takes_flags: ClassVar[bool] = True
@@ -119,7 +129,7 @@ class Foreach(Loop):
             _loop_step(job)
 
 
-LOOP, FOREACH = Loop(), Foreach()
+LOOP, FOREACH = ConsensusLoop(), ConsensusForeach()
 
 
 def gradients(job: ConsensusJob) -> list[Tensor]:
@@ -142,42 +152,56 @@ def gradients(job: ConsensusJob) -> list[Tensor]:
 
 
 def _loop_step(job: ConsensusJob) -> None:
-    settings = job.settings
-    for member, grad in zip(job.members, gradients(job), strict=True):
+    settings, grads = job.settings, gradients(job)
+    elsewhere: list[tuple[Tensor, dict[str, Tensor]] | None] = [None] * len(grads)
+    if job.matrix and not job.whole_here:  # many at once, so that all processes have some to do
+        pairs = zip(job.members, grads, strict=True)
+        us = [_loop_average(job, member, grad)[1] for member, grad in pairs]
+        elsewhere = [*_by_owners(job, us, grads)]
+    for member, grad, done in zip(job.members, grads, elsewhere, strict=True):
         keep = job.keep if job.keep is None else job.keep.to(grad.device)
         stored = {key: real(member.state[key]) for key in _LARGE if key in member.state}
         state = {key: value.to(grad.dtype) for key, value in stored.items()}
         step = _count(member, keep)
-        r = state["dual"] + grad
-        delta = misa.average(r, settings["momentum"])
-        u = misa.look_ahead(state["dual"], delta, settings["look_ahead"])
-        new = {"dual": state["dual"] + delta}
+        r, u, dual = _loop_average(job, member, grad)
+        new = {"dual": dual}
         if not job.matrix:
             p, new["moment"] = misa.scale_entries(
                 u, r, state["moment"], step, settings["beta"], settings["eps"]
             )
         else:
-            if settings["before"] is not None:
-                (staged,), of_stage = _through_stage(job, [member], [u], [grad])
-                u = staged
-                for key, (value,) in of_stage.items():
-                    stored[key], new[key] = member.state[key], value
-                    state[key] = stored[key].to(value.dtype)
-            (o,) = _orthogonalized(settings, [member], [u])
+            of_stage: dict[str, Tensor] = {}
+            if done is not None:
+                o, of_stage = done
+            else:
+                if settings["before"] is not None:
+                    (u,), stacked = _through_stage(job, [member.state], [u], [grad])
+                    of_stage = {key: value for key, (value,) in stacked.items()}
+                (o,) = _orthogonalized(job, [member.origin], [u])
+            for key, value in of_stage.items():
+                stored[key], new[key] = member.state[key], value
+                state[key] = stored[key].to(value.dtype)
             if settings["row_beta"] is None:
                 p = misa.match_rms(o, *block_shape(member.origin, settings["blocks"]))
             else:
-                rows = state["rows"].reshape(-1, 1)
-                numbers = settings["row_beta"], settings["eps"]
-                p, rows = misa.normalize_rows(o, _row_squares(job, o, member), rows, step, *numbers)
-                new["rows"] = rows.view_as(state["rows"])
-            p = p.view_as(u)
+                rows, numbers = state["rows"], (settings["row_beta"], settings["eps"])
+                (squares,) = _row_squares(job, [member], [o])
+                p, rows = misa.normalize_rows(o, squares.view_as(rows), rows, step, *numbers)
+                new["rows"] = rows
         w = real(member.param)
         new["param"] = misa.move(w.to(grad.dtype), p, job.lr, job.weight_decay)
         stored["param"], state["param"] = w, w.to(grad.dtype)
         for key, value in new.items():
             chosen = value if keep is None else torch.where(keep, value, state[key])
             store(stored[key], chosen, settings["stochastic_rounding"])
+
+
+def _loop_average(job: ConsensusJob, member: Member, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return r, U and the new dual."""
+    dual = real(member.state["dual"]).to(grad.dtype)
+    r = dual + grad
+    delta = misa.average(r, job.settings["momentum"])
+    return r, misa.look_ahead(dual, delta, job.settings["look_ahead"]), dual + delta
 
 
 def _foreach_step(job: ConsensusJob) -> None:
@@ -212,21 +236,26 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     params, duals, grads = columns
     settings, members = job.settings, job.members
     _, us = _average(job, duals, grads)
-    if settings["before"] is not None:
-        us = _staged(job, us, grads)
-    os = _orthogonalized(settings, members, us)
-    shaped = [o.view_as(u) for o, u in zip(os, us, strict=True)]
+    if job.whole_here:
+        if settings["before"] is not None:
+            us = _staged(job, us, grads)
+        os = _orthogonalized(job, [member.origin for member in members], us)
+    else:
+        results = _by_owners(job, us, grads)
+        os = [o for o, _ in results]
+        for key in results[0][1]:
+            stored = [member.state[key] for member in members]
+            new = [state[key] for _, state in results]
+            write_back(stored, new, settings["stochastic_rounding"])
     if settings["row_beta"] is None:
         shapes = [block_shape(member.origin, settings["blocks"]) for member in members]
-        torch._foreach_mul_(shaped, [max(shape) ** 0.5 for shape in shapes])
-        _move(job, params, shaped, misa.RMS)
+        torch._foreach_mul_(os, [max(shape) ** 0.5 for shape in shapes])
+        _move(job, params, os, misa.RMS)
         return
     beta = settings["row_beta"]
     rows = [real(member.state["rows"]) for member in members]
-    squares = [
-        _row_squares(job, o, member).view_as(row)
-        for o, member, row in zip(os, members, rows, strict=True)
-    ]
+    pairs = zip(_row_squares(job, members, os), rows, strict=True)
+    squares = [square.view_as(row) for square, row in pairs]
     averages = like(rows, us[0].dtype)
     torch._foreach_mul_(averages, scalars(beta, averages[0]))
     torch._foreach_add_(averages, squares, alpha=1 - beta)
@@ -234,36 +263,55 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     roots = torch._foreach_sqrt(averages)
     torch._foreach_div_(roots, scalars([(1 - beta**count) ** 0.5 for count in counts], roots[0]))
     torch._foreach_add_(roots, scalars(settings["eps"], roots[0]))
-    torch._foreach_div_(shaped, roots)
-    _move(job, params, shaped, misa.RMS)
+    torch._foreach_div_(os, roots)
+    _move(job, params, os, misa.RMS)
 
 
 def _staged(job: ConsensusJob, us: Tensors, grads: Tensors) -> Tensors:
     """Return what the stage before the orthogonalisation makes of U, and update its state."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for index, member in enumerate(job.members):
-        alike.setdefault(tuple(sorted(block_shape(member.origin))), []).append(index)
     staged = list(us)
+    states = [member.state for member in job.members]
+    for indexes, results, new in _through_stage_by_shape(job, states, us, grads):
+        for index, result in zip(indexes, results, strict=True):
+            staged[index] = result
+        for key, values in new.items():
+            stored = [states[index][key] for index in indexes]
+            write_back(stored, list(values), job.settings["stochastic_rounding"])
+    return staged
+
+
+def _through_stage_by_shape(
+    job: ConsensusJob,
+    states: Sequence[Mapping[str, Any]],
+    us: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> Iterator[tuple[list[int], list[Tensor], dict[str, Tensor]]]:
+    """Apply the stage to whole matrices, as many of one shape at once as memory allows.
+
+    Yields:
+        Indexes of the matrices, what the stage makes of each, and what is new in their state,
+        stacked.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, u in enumerate(us):
+        alike.setdefault(tuple(sorted(block_shape(u))), []).append(index)
     for (n, k), indexes in alike.items():
-        state = [job.members[indexes[0]].state[name] for name in job.settings["before"].names]
+        state = [states[indexes[0]][name] for name in job.settings["before"].names]
         # Matrices, what they become on the way, and for each part of the state about four more.
         numbers = 6 * n * k + 4 * sum(part.numel() for part in state)
         most = max(1, newton_schulz.CHUNK_BYTES // (numbers * us[0].element_size()))
         for start in range(0, len(indexes), most):
             chunk = indexes[start : start + most]
-            members = [job.members[index] for index in chunk]
-            tensors = ([column[index] for index in chunk] for column in (us, grads))
-            results, new = _through_stage(job, members, *tensors)
-            for index, result in zip(chunk, results, strict=True):
-                staged[index] = result
-            for key, values in new.items():
-                stored = [member.state[key] for member in members]
-                write_back(stored, list(values), job.settings["stochastic_rounding"])
-    return staged
+            some = ([column[index] for index in chunk] for column in (us, grads))
+            results, new = _through_stage(job, [states[index] for index in chunk], *some)
+            yield chunk, results, new
 
 
 def _through_stage(
-    job: ConsensusJob, members: Sequence[Member], us: Sequence[Tensor], grads: Sequence[Tensor]
+    job: ConsensusJob,
+    states: Sequence[Mapping[str, Any]],
+    us: Sequence[Tensor],
+    grads: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Apply the stage to matrices of one shape up to transposition.
 
@@ -278,7 +326,7 @@ def _through_stage(
         pairs = zip(tensors, tall, strict=True)
         return torch.stack([each.mT if is_tall else each for each, is_tall in pairs])
 
-    state = {name: torch.stack([member.state[name] for member in members]) for name in stage.names}
+    state = {name: torch.stack([each[name] for each in states]) for name in stage.names}
     batch = stacked(matrices), stacked(grad.flatten(1) for grad in grads)
     changed, new = stage.apply(*batch, state, job.round)
     pairs = zip(us, changed, tall, strict=True)
@@ -310,40 +358,91 @@ def _move(job: ConsensusJob, params: Tensors, ps: Tensors, scale: float) -> None
 
 
 def _orthogonalized(
-    settings: Mapping[str, Any], members: list[Member], us: Sequence[Tensor]
+    job: ConsensusJob, origins: Sequence[Tensor], us: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return U V^T for each matrix U S V^T, as matrices; of sharded ones, the rows held here.
+    """Return U V^T for each matrix U S V^T, shaped like U; block by block if it has `blocks`."""
+    count = job.settings["blocks"]
+    matrices = [u.reshape(-1, block_shape(u, count)[1]) for u in us]
+    if count == 1:
+        os = _solve(job, origins, matrices)
+    else:
+        blocks = [block for matrix in matrices for block in matrix.chunk(count)]
+        of_blocks = _solve(job, origins, blocks)
+        starts = range(0, len(of_blocks), count)
+        os = [torch.cat(of_blocks[start : start + count]) for start in starts]
+    return [o.view(u.shape) for o, u in zip(os, us, strict=True)]
 
-    A parameter that is several matrices, `blocks`, comes back as one, with all of their rows.
+
+def _solve(
+    job: ConsensusJob, origins: Sequence[Tensor], matrices: Sequence[Tensor]
+) -> list[Tensor]:
+    """Orthogonalise matrices, less sharply if they are damped.
+
+    Args:
+        job: the consensus.
+        origins: parameters by which the dtype of the products is chosen.
+        matrices: the matrices, whole.
     """
-    origins = [member.origin for member in members]
-    count = settings["blocks"]
+    settings = job.settings
     dtype = newton_schulz.dtype_for(settings["ns_dtype"], origins)
+    damping = settings["damping"]
+    us = [misa.damp(each, damping) for each in matrices] if damping else matrices
+    if settings["foreach"] is False:
+        os = [nsisa.newton_schulz(u, settings["ns_steps"], dtype) for u in us]
+    else:
+        os = newton_schulz.orthogonalize(us, settings["ns_steps"], dtype)
+    if not damping:
+        return os
+    pairs = zip(os, matrices, strict=True)
+    return [o[: each.size(0), : each.size(1)].contiguous() for o, each in pairs]
 
-    def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
-        if settings["foreach"] is False:
-            return [nsisa.newton_schulz(each, settings["ns_steps"], dtype) for each in matrices]
-        return newton_schulz.orthogonalize(matrices, settings["ns_steps"], dtype)
 
-    def solve(matrices: Sequence[Tensor]) -> list[Tensor]:
-        if not settings["damping"]:
-            return orthogonalize(matrices)
-        damped = orthogonalize([misa.damp(each, settings["damping"]) for each in matrices])
-        pairs = zip(damped, matrices, strict=True)
-        return [o[: u.size(0), : u.size(1)].contiguous() for o, u in pairs]
+def _by_owners(
+    job: ConsensusJob, us: Sequence[Tensor], grads: Sequence[Tensor]
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Take every matrix through the stage and the orthogonalisation in one of the processes.
 
-    def solve_blocks(matrices: Sequence[Tensor]) -> list[Tensor]:
-        if count == 1:
-            return solve(matrices)
-        os = solve([block for matrix in matrices for block in matrix.chunk(count)])
-        return [torch.cat(os[start : start + count]) for start in range(0, len(os), count)]
+    Returns:
+        What this process holds of each result, shaped like U, and of the new state of the stage.
+    """
+    from torchpisa.distributed import dtensor, owners
 
-    if members[0].whole is not None:
-        from torchpisa.distributed import dtensor
+    stage: Stage | None = job.settings["before"]
+    names = () if stage is None else stage.names
+    origins = [member.origin for member in job.members]
+    given, wholes = [[u] for u in us], [[origin] for origin in origins]
+    if names:
+        for member, tensors, laid_out, grad in zip(job.members, given, wholes, grads, strict=True):
+            # All travel in one dtype, which is at least as precise as any that state is kept in.
+            tensors += [grad, *(member.state[name].to(grad.dtype) for name in names)]
+            laid_out += [member.origin, *(dtensor.whole_state(member, name) for name in names)]
 
-        return [o.flatten(1) for o in dtensor.solve(us, origins, solve_blocks)]
-    columns = [block_shape(origin, count)[1] for origin in origins]
-    return solve_blocks([u.reshape(-1, k) for u, k in zip(us, columns, strict=True)])
+    def solved(matrices: list[list[Tensor]]) -> list[list[Tensor]]:
+        blocks = [tensors[0] for tensors in matrices]
+        states = [dict(zip(names, tensors[2:], strict=True)) for tensors in matrices]
+        if names:
+            columns = list(blocks), [tensors[1] for tensors in matrices]
+            for indexes, results, new in _through_stage_by_shape(job, states, *columns):
+                for place, index in enumerate(indexes):
+                    blocks[index] = results[place]
+                    states[index].update({key: values[place] for key, values in new.items()})
+        is_entry = [job.settings["blocks"] > 1 and len(b) == 1 for b in blocks]  # of a stack
+        pairs = zip(blocks, is_entry, strict=True)
+        os = _solve(job, origins, [(b[0] if entry else b).flatten(1) for b, entry in pairs])
+        return [
+            [o.view(block.shape), *(state[name].to(o.dtype) for name in names)]
+            for o, block, state in zip(os, blocks, states, strict=True)
+        ]
+
+    results = owners.by_owners(
+        given,
+        wholes,
+        solved,
+        returned=[0, *range(2, 2 + len(names))],
+        blocks=job.settings["blocks"],
+        replicas=job.replicas,
+    )
+    return [(o, dict(zip(names, state, strict=True))) for o, *state in results]
 
 
 def block_shape(param: Tensor, blocks: int = 1) -> tuple[int, int]:
@@ -362,14 +461,24 @@ def is_stack(param: Tensor, blocks: int) -> bool:
     return blocks > 1 and param.dim() >= 3 and param.size(0) == blocks
 
 
-def _row_squares(job: ConsensusJob, o: Tensor, member: Member) -> Tensor:
-    """Return the mean square of each row, (rows, 1), also where columns are elsewhere."""
-    squares: Tensor = torch.linalg.vector_norm(o, dim=1, keepdim=True).square()
-    if member.whole is not None:
+def _row_squares(
+    job: ConsensusJob, members: Sequence[Member], os: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the mean square of each row, also where columns are elsewhere."""
+    count = job.settings["blocks"]
+    kept = [2 if is_stack(member.origin, count) else 1 for member in members]
+    squares = [
+        torch.linalg.vector_norm(o.flatten(dims), dim=-1).square()
+        for o, dims in zip(os, kept, strict=True)
+    ]
+    if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
-        squares = dtensor.summed(squares, dtensor.groups_of_columns(member.whole))
-    return squares / block_shape(member.origin, job.settings["blocks"])[1]
+        pairs = zip(members, kept, strict=True)
+        over = [dtensor.groups_of_parts(member.origin, dims) for member, dims in pairs]
+        squares = dtensor.summed_together(squares, over)
+    columns = [block_shape(member.origin, count)[1] for member in members]
+    return list(torch._foreach_div(squares, columns))
 
 
 def _count(member: Member, keep: Tensor | None) -> Scalar:

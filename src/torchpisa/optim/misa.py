@@ -15,6 +15,7 @@ from torchpisa.optim import arguments
 from torchpisa.optim.nonfinite import verdict
 from torchpisa.optim.optimizer import RoundOptimizer, names_of
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
+from torchpisa.optim.peers import DeviceMesh, ProcessGroup
 from torchpisa.optim.round import Group
 from torchpisa.preconditioners.consensus import Stage
 
@@ -24,6 +25,10 @@ __all__ = ["MISA"]
 _FLOATS: Group = dict.fromkeys(
     ("lr", "momentum", "weight_decay", "look_ahead", "row_beta", "damping", "beta", "eps"), 0.0
 )
+
+
+# torch's own kinds of parameters; anything else may be sharded.
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class MISA(RoundOptimizer):
@@ -49,6 +54,8 @@ class MISA(RoundOptimizer):
     dual \(\pi\) is shared by all batches, which is exact as long as each of them is in every round.
     For the same reason MISA needs no `process_group`: average gradients over ranks as for AdamW, by
     DistributedDataParallel or FSDP2; every rank then takes the step that one process would take.
+    Sharded matrices are orthogonalised once, each by one of the ranks that share it; copies of
+    them too, if `replicas` are given.
 
     Args:
         params: parameters, named parameters or parameter groups. A group may override everything
@@ -63,8 +70,7 @@ class MISA(RoundOptimizer):
         look_ahead: \(c \ge 1\). 2 is the paper's consensus, `1 + momentum` Nesterov momentum.
         before: what happens to the U of a matrix before it is orthogonalised, a stage of
             `torchpisa.preconditioners.consensus`: `Whiten()`, `EigenbasisMoment()`, or None for
-            nothing. Stages have state of their own. They take no sharded parameters, and cannot
-            be captured in a CUDA graph.
+            nothing. Stages have state of their own, and cannot be captured in a CUDA graph.
         damping: \(\tau \ge 0\), orthogonalise less sharply: a singular value s of U becomes
             \(s / \sqrt{s^2 + \tau^2}\), \(\tau\) as a multiple of their root mean square, instead
             of 1.
@@ -98,6 +104,10 @@ class MISA(RoundOptimizer):
             CUDA graph.
         state_dtype: dtype of the state; None is the parameter's own, but float32 for half-precision
             parameters.
+        replicas: a process group, or a mesh of one dimension, whose ranks hold the same parameters
+            and the same gradients, as under DistributedDataParallel or along `mesh["replicate"]` of
+            HSDP. Each matrix is then orthogonalised by one of them, which sends the result to the
+            others. All of them call `step()` equally often. None has every rank orthogonalise all.
 
     Examples:
         >>> import torch, torchpisa
@@ -118,6 +128,9 @@ class MISA(RoundOptimizer):
         1.0
         0.3
     """
+
+    # Processes that take the same step; a load leaves them alone, and copies have none.
+    _replicas: ProcessGroup | None = None
 
     def __init__(
         self,
@@ -145,9 +158,14 @@ class MISA(RoundOptimizer):
         stochastic_rounding: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | None = None,
+        replicas: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         settings = arguments.in_form(arguments.of_constructor(locals()), _FLOATS)
         settings["matrix"] = None
+        if settings.pop("replicas") is not None:
+            from torchpisa.distributed.process_group import group_of
+
+            self._replicas = group_of("replicas", replicas)
         check_count("batches", settings["batches"])
         arguments.check_shared(settings)
         settings["weights"] = arguments.shares(settings["weights"], settings["batches"])
@@ -157,9 +175,7 @@ class MISA(RoundOptimizer):
     # The step
 
     def _take(self, slot: int, members: list[list[Member]]) -> None:
-        jobs = self._jobs(
-            [[member for member in of_group if member.grad is not None] for of_group in members]
-        )
+        jobs = self._jobs(self._reached(members))
         # Several batches are added up first.
         plans = self._plans if self.batches == 1 else None
         kernels = [dispatch.for_misa(job, key, plans) for key, job in jobs.items()]
@@ -183,6 +199,34 @@ class MISA(RoundOptimizer):
         if found.search or any(found.deferred):
             self._watch.note(kernels, reached, where)
 
+    def _reached(self, members: list[list[Member]]) -> list[list[Member]]:
+        """Return the parameters with a gradient.
+
+        One that only other processes have a gradient for, of those that share the parameter, has
+        gradient zero here: all of them take part in what is done to whole matrices.
+        """
+        everyone: Sequence[Sequence[Member | None]] = members
+        wholes = [m.whole for of_group in members for m in of_group if m.whole is not None]
+        if wholes or self._replicas is not None:
+            from torchpisa.distributed import dtensor, owners
+
+            over = dtensor.groups(wholes[:1])
+            if self._replicas is not None and self._replicas not in over:
+                over.append(self._replicas)
+            trained = [param for param in self._params if param.requires_grad]
+            missing = owners.reached_elsewhere(trained, over)
+            if missing:
+                everyone = [
+                    [
+                        self.member(p, torch.zeros_like(p) if id(p) in missing else p.grad, group)
+                        for p in group["params"]
+                    ]
+                    for group in self.param_groups
+                ]
+        return [
+            [m for m in of_group if m is not None and m.grad is not None] for of_group in everyone
+        ]
+
     def _add(self, slot: int, jobs: list[ConsensusJob], kernels: Sequence[ConsensusKernel]) -> None:
         """Add the gradients of a batch to the sum of the round, or move the weights at once."""
         clip = self.param_groups[0]["clip"]
@@ -201,7 +245,7 @@ class MISA(RoundOptimizer):
     def _jobs(
         self, members: list[list[Member]], sums: Mapping[int, Tensor] | None = None
     ) -> dict[Hashable, ConsensusJob]:
-        """Return jobs over parameters that share group, rule, decay, device and dtypes.
+        """Return jobs over parameters that share group, rule, decay, device, dtypes and layout.
 
         Args:
             members: the parameters, by group.
@@ -218,7 +262,10 @@ class MISA(RoundOptimizer):
                 if matrix and group["blocks"] > 1:  # it may have been written since
                     _check_blocks(member.origin, group["blocks"])
                 dtypes = param.dtype, dual.dtype, grad.dtype
-                kind = number, matrix, decays, param.get_device(), dtypes, member.whole is None
+                spread = None
+                if member.whole is not None:
+                    spread = member.whole.placements, member.whole.device_mesh  # type: ignore[attr-defined]
+                kind = number, matrix, decays, param.get_device(), dtypes, spread
                 job = jobs.get(kind)
                 if job is None:
                     if matrix and group["before"] is not None and _is_captured(member):
@@ -229,7 +276,8 @@ class MISA(RoundOptimizer):
                         )
                     decay = float(group["weight_decay"]) if decays else 0.0
                     job = jobs[kind] = ConsensusJob(
-                        [], [], matrix, group, lr, decay, self.iteration, None
+                        *([], [], matrix, group, lr, decay, self.iteration, None),
+                        replicas=self._replicas,
                     )
                 job.members.append(member)
                 job.grads.append(grad)
@@ -294,8 +342,7 @@ class MISA(RoundOptimizer):
                     narrow = (*[slice(None)] * kept, *[slice(1)] * (param.dim() - kept))
                     state["rows"] = state["dual"][narrow].clone()
                 if group["before"] is not None:
-                    shape = sorted((param.size(0), param.numel() // param.size(0)))
-                    state.update(group["before"].init_state(*shape, state["dual"]))
+                    state.update(_state_of_stage(group["before"], param, state["dual"]))
             device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             return state
@@ -340,6 +387,10 @@ class MISA(RoundOptimizer):
     def _prepare(self, group: Group) -> None:
         _check_matrices(group)
         dispatch.check_fused_misa(group)
+        if self._replicas is not None:
+            from torchpisa.distributed.owners import check_replicas
+
+            check_replicas(group["params"], self._replicas)
         super()._prepare(group)
 
     def _check_loaded(self, group: Group) -> None:
@@ -362,19 +413,32 @@ def _clip_scale(
     jobs: Sequence[ConsensusJob], kernels: Sequence[ConsensusKernel], clip: float
 ) -> Tensor | None:
     """Return what r is multiplied by, so that its norm over all parameters is at most `clip`."""
-    norms, wholes = [], []
+    squares: list[Tensor] = []
     for job, kernel in zip(jobs, kernels, strict=True):
-        norms += kernel.residual_norms(job)
-        wholes += [member.whole for member in job.members if member.whole is not None]
-    if not norms:
+        norms = kernel.residual_norms(job)
+        total = torch.stack([norm.double().square() for norm in norms]).sum()
+        squares.append(total.to(squares[0].device) if squares else total)
+    if not squares:
         return None
-    squares = [norm.double().square() for norm in norms]
-    total = torch.stack([square.to(squares[0].device) for square in squares]).sum()
-    if wholes:
+    if any(job.members[0].whole is not None for job in jobs):
         from torchpisa.distributed import dtensor
 
-        total = dtensor.summed(total, dtensor.groups(wholes))
+        # The members of a job are spread alike.
+        over = [dtensor.groups_of_parts(job.members[0].origin) for job in jobs]
+        squares = dtensor.summed_together(squares, over)
+    total = torch.stack(squares).sum()
     return (clip / total.sqrt()).clamp(max=1)
+
+
+def _state_of_stage(stage: Stage, param: Tensor, dual: Tensor) -> dict[str, Tensor]:
+    """Return the first state of a stage; that of a sharded matrix is cut by rows, as the matrix."""
+    n, k = sorted((param.size(0), param.numel() // param.size(0)))
+    if type(param) in _PLAIN:
+        return stage.init_state(n, k, dual)
+    from torchpisa.distributed import dtensor, owners
+
+    state = stage.init_state(n, k, dtensor.local(dual))
+    return {name: owners.spread(value, param) for name, value in state.items()}
 
 
 def _is_captured(member: Member) -> bool:
@@ -397,14 +461,18 @@ def _check_matrices(group: Group) -> None:
             _check_blocks(param, group["blocks"])
         if (
             group["before"] is not None
-            and hasattr(param, "full_tensor")
+            and type(param) not in _PLAIN
             and _is_orthogonalized(param, group, name)
         ):
-            raise ValueError(
-                f"before must be None for sharded parameters, got {group['before']!r} for one of "
-                f"shape {tuple(param.shape)}: its state belongs to whole matrices. Replicate them "
-                "(DistributedDataParallel), or leave `before` out"
-            )
+            from torchpisa.distributed.owners import is_cut_once
+
+            if not is_cut_once(param):
+                raise ValueError(
+                    "before must be None for parameters that are sharded along several dimensions "
+                    f"of a mesh, got {group['before']!r} for one of shape {tuple(param.shape)}. "
+                    "Shard them along one dimension only, as fully_shard does, or leave `before` "
+                    "out"
+                )
         if group["matrix"] and not is_matrix(param):
             raise ValueError(
                 "matrix must be None or False for parameters that are not real matrices, "
@@ -419,5 +487,3 @@ def _check_blocks(param: Tensor, blocks: int) -> None:
             f"blocks must divide the rows of every matrix into blocks of two or more, got {blocks} "
             f"for one of shape {shape}: give parameters of different blocks groups of their own"
         )
-    if is_stack(param, blocks) and hasattr(param, "full_tensor"):
-        raise ValueError(f"blocks must be 1 for a sharded stack, got {blocks} for one of {shape}")

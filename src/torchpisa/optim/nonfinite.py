@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ DEFERRED_ON = ["cuda"]
 
 
 class Verdict(NamedTuple):
-    """Whether a batch takes part.
+    """The decision whether a batch takes part.
 
     Attributes:
         present: False if it is left out.
@@ -100,18 +99,18 @@ def verdict(
     if found_inf is not None:
         bad_batch = found_inf.reshape(()) > 0
     else:
-        found = [
+        flags = [
             flag
             for kernel in kernels
             if isinstance(kernel, Plan)
             for flag in kernel.any_nonfinite()
         ]
         if rest:
-            found.append(_any_nonfinite(rest))
-        if not found and not over:
+            flags.append(_any_nonfinite(rest))
+        if not flags and not over:
             return Verdict()
         bad_batch = torch.zeros((), dtype=torch.bool, device=home)
-        for flag in found:
+        for flag in flags:
             bad_batch = bad_batch | flag.to(home)
     if over:
         return Verdict(present=not _anywhere(bad_batch, over))
@@ -133,9 +132,9 @@ def _can_wait(members: Sequence[Member], kernel: FindsNonfinite) -> bool:
     )
 
 
-def _anywhere(found: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
-    """Return `found`, or the same of another process that holds parts of the same parameters."""
-    return dtensor.summed(dtensor.local(found).float(), over) > 0
+def _anywhere(flag: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
+    """Return whether a flag is set here or in a process with parts of the same parameters."""
+    return dtensor.summed(dtensor.local(flag).float(), over) > 0
 
 
 def named(params: Sequence[Tensor], groups: Sequence[Group]) -> str:
@@ -151,8 +150,8 @@ def named(params: Sequence[Tensor], groups: Sequence[Group]) -> str:
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """Flags under way, and the step that they come from."""
+class _FlagsUnderWay:
+    """Flags on their way to the host, and the step that they come from."""
 
     launches: list[tuple[Launch, list[Member]]]
     flags: list["_Flags"]
@@ -203,7 +202,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.waits = False
-        self._sent: _Sent | None = None
+        self._sent: _FlagsUnderWay | None = None
         self._event: torch.cuda.Event | None = None
         self._flags: dict[int, _Flags] = {}
 
@@ -222,9 +221,9 @@ class Watch:
             members: those of them that a step is taken for.
             deferred: by list.
         """
-        found: list[list[Tensor] | None] = [None] * len(members)
+        by_list: list[list[Tensor] | None] = [None] * len(members)
         if not any(deferred):
-            return found
+            return by_list
         for number, (all_of_it, some) in enumerate(zip(params, members, strict=True)):
             if not (deferred[number] and some):
                 continue
@@ -232,8 +231,8 @@ class Watch:
             flags = self._flags.get(number)
             if flags is None or not flags.fit(some):
                 flags = self._flags[number] = _Flags.make(all_of_it, device)
-            found[number] = [flags.of[id(member.origin)] for member in some]
-        return found
+            by_list[number] = [flags.of[id(member.origin)] for member in some]
+        return by_list
 
     def note(
         self, kernels: Sequence[FindsNonfinite], members: Sequence[list[Member]], where: str
@@ -261,7 +260,7 @@ class Watch:
             if self._event is None:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
-        self._sent = _Sent(launches, flags, on_gpu, where)
+        self._sent = _FlagsUnderWay(launches, flags, on_gpu, where)
         self.waits = True
 
     def report(self, name: Callable[[Sequence[Tensor]], str], wait: bool = False) -> None:
@@ -313,26 +312,29 @@ def _is_finite(grad: Tensor | None) -> bool:
 def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
     """Return a 0-d bool tensor on the device of the first gradient.
 
-    Looks at one number per gradient: on a CPU at the extremes, of small ones together; elsewhere
-    at the Euclidean norm, for all of them at once, so that a gradient so large that its square
-    overflows counts as infinite.
+    Off the CPU it looks at Euclidean norms, for all gradients at once, so that a gradient so large
+    that its square overflows counts as infinite.
     """
     home = grads[0].device
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    found: Tensor | None = None
+    any_bad: Tensor | None = None
     for (device, dtype), alike in by_kind.items():
         if device.type == "cpu":
-            extremes = chain.from_iterable(map(torch.aminmax, _joined(alike)))
-            bad = torch.tensor(not all(map(math.isfinite, map(Tensor.item, extremes))))
+            bad = torch.full((), any(map(_has_nonfinite, _joined(alike))))
         else:
             wide = torch.promote_types(dtype, torch.float32)
             norms = torch.stack(torch._foreach_norm(alike, 2, wide))
             bad = norms.isfinite().all().logical_not()
-        found = bad if found is None else found | bad.to(home)
-    assert found is not None
-    return found
+        any_bad = bad if any_bad is None else any_bad | bad.to(home)
+    assert any_bad is not None
+    return any_bad
+
+
+def _has_nonfinite(grad: Tensor) -> bool:
+    """Look at the sum, which is not finite if an entry is not; all of them only if it is not."""
+    return not math.isfinite(grad.sum().item()) and not bool(grad.isfinite().all())
 
 
 def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -342,5 +344,5 @@ def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
         if grad.numel() > _SMALL:
             large.append(grad)
         else:
-            small.append(grad.reshape(-1))
+            small.append(grad if grad.dim() == 1 else grad.reshape(-1))
     return [*large, torch.cat(small)] if small else large

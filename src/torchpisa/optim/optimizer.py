@@ -131,7 +131,7 @@ class RoundOptimizer(Optimizer):
 
     @property
     def _takes_infinities(self) -> bool:
-        """Whether GradScaler calls step() even when it found infinities.
+        """True if GradScaler calls step() even when it found infinities.
 
         A batch that is skipped then uses up its slot, and the batches after it stay with their own
         duals. Not otherwise: trainers refuse to clip gradients for optimizers that unscale them.
@@ -152,7 +152,7 @@ class RoundOptimizer(Optimizer):
 
     @property
     def synced(self) -> bool:
-        """Whether no round is open: the last `step()` moved the weights."""
+        """True if no round is open: the last `step()` moved the weights."""
         return not self.round.used
 
     def memory(self) -> report.Memory:
@@ -276,7 +276,7 @@ class RoundOptimizer(Optimizer):
 
     @property
     def _remedy(self) -> str:
-        """What to change if the training diverges."""
+        """The advice to give if the training diverges."""
         return "lower lr"
 
     def _claim(self, batch: int | None) -> int:
@@ -332,7 +332,8 @@ class RoundOptimizer(Optimizer):
                 f"gradients must be dense, got {grad.layout} for a parameter of shape "
                 f"{tuple(param.shape)}; give nn.Embedding sparse=False"
             )
-        if dual.shape != param.shape or (grad is not None and grad.shape != param.shape):
+        shape = param.shape
+        if dual.shape != shape or (grad is not None and grad.shape != shape):
             check_shapes([Member(param, grad, state)], [self._dual_key])
         # Numbers of devices, -1 for the CPU, are had for less than devices.
         if dual.get_device() != param.get_device():

@@ -273,13 +273,13 @@ class PISA(RoundOptimizer):
         self._open()
         if not verdict.present:
             return False
-        alone = self._alone
+        at_once = self._moves_at_once
         flags: Sequence[list[Tensor] | None] = [None] * len(parts)
         if any(verdict.deferred):
             flags = self._watch.flags([part.params for part in parts], reached, verdict.deferred)
         jobs = []
         for part, of_part, flagged in zip(parts, reached, flags, strict=True):
-            job = local_job(part, of_part, slot, verdict.keep, alone)
+            job = local_job(part, of_part, slot, verdict.keep, at_once)
             job.grad_scale, job.search, job.flags = grad_scale, verdict.search, flagged
             jobs.append(job)
         clip = self.param_groups[0]["clip"]
@@ -292,12 +292,12 @@ class PISA(RoundOptimizer):
                 dispatch.able(kernel, job).local_step(job)
         if verdict.search or any(verdict.deferred):
             self._watch.note(kernels, reached, where)
-        self.round.note(slot, self.batches, None if alone else verdict.keep)
+        self.round.note(slot, self.batches, None if at_once else verdict.keep)
         return True
 
     @property
-    def _alone(self) -> bool:
-        """Whether a round is a single batch, so that its step can move the weights at once."""
+    def _moves_at_once(self) -> bool:
+        """True if a round is a single batch, whose step moves the weights at once."""
         return self.peers is None and self.batches == 1
 
     def _open(self) -> None:
@@ -321,7 +321,9 @@ class PISA(RoundOptimizer):
         return super()._use_up(slot, members)
 
     def _close(self, members: list[list[Member]]) -> None:
-        if self.peers is not None or self._alone:  # see `_end_round`; the step has moved them
+        if (
+            self.peers is not None or self._moves_at_once
+        ):  # see `_end_round`; the step has moved them
             return
         keep = self.round.keep()
         for part, of_part in zip(self.parts(), members, strict=True):
@@ -526,7 +528,7 @@ class PISA(RoundOptimizer):
         parts = self._parts_of(0, group)
         part_of = {id(param): part for part in parts for param in part.params}
         slots = range(self.batches if batches is None else batches)
-        alone = group["batches"] == 1 and group["ranks"] == 1
+        single = group["batches"] == 1 and group["ranks"] == 1
 
         def make(param: Tensor) -> Group:
             part = part_of[id(param)]
@@ -546,7 +548,7 @@ class PISA(RoundOptimizer):
                     state[state_key(name, slot)] = value
                 counter = torch.zeros((), dtype=torch.float32, device=device)
                 state[state_key("step", slot)] = counter
-            if not alone:
+            if not single:
                 state["pending"] = dual
             state["arrived"] = 0
             return state

@@ -46,7 +46,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Effective:
-    r"""How a parameter group moves, in the terms of gradient descent with momentum.
+    r"""The motion of a parameter group, in the terms of gradient descent with momentum.
 
     With \(q\) the diagonal of Q, over all coordinates and batches; None where Q has no diagonal or
     no step was taken yet.
@@ -69,7 +69,7 @@ class Effective:
 
 
 class Picture(NamedTuple):
-    """What `Effective` gives the ranges of, coordinate by coordinate."""
+    """The quantities whose ranges `Effective` gives, coordinate by coordinate."""
 
     first_step: Tensor
     momentum: Tensor

@@ -45,7 +45,7 @@ _LARGEST_OF_FLOAT64 = 1e200
 
 
 class Rule(NamedTuple):
-    """How one kind of parameters is stepped, in terms of the settings of their group.
+    """The way to step one kind of parameters, in terms of the settings of their group.
 
     Attributes:
         settings: names of what the preconditioner depends on; none if it is given.
@@ -102,12 +102,12 @@ class Part:
 
     @property
     def known(self) -> bool:
-        """Whether the preconditioner is one of the package's own."""
+        """True if the preconditioner is one of the package's."""
         return bool(self.rule.settings) or knows(self.preconditioner)
 
     @property
     def follows(self) -> bool:
-        """Whether sigma of every parameter follows its gradients instead of being given."""
+        """True if the sigma of every parameter follows its gradients instead of being given."""
         return self.group[self.rule.sigma] is None
 
     @property
@@ -177,7 +177,7 @@ PROGRESS = ("iteration", "visited", "present", "kept")
 
 @dataclass
 class Round:
-    """Where a round stands.
+    """The progress of a round.
 
     Attributes:
         iteration: rounds done before it.
@@ -247,7 +247,7 @@ def local_job(
     members: list[Member],
     slot: int,
     keep: Tensor | None,
-    alone: bool,
+    at_once: bool,
 ) -> LocalJob:
     """Return the local step of one batch.
 
@@ -256,11 +256,11 @@ def local_job(
         members: some of its parameters.
         slot: the batch.
         keep: whether it takes part, if only the device knows.
-        alone: whether it is the only batch, so that its step takes the consensus along.
+        at_once: take the consensus in the same step, because there is no other batch.
     """
     group, sigmas, rhos = part.group, part.sigmas, part.rhos
     move = None
-    if alone:
+    if at_once:
         sigma = None if sigmas[0] is None else part.total(sigmas)
         move = _move(part, Totals(sigma, part.total(rhos)))
     return LocalJob(
@@ -292,7 +292,7 @@ def clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float)
             if wholes:
                 from torchpisa.distributed import dtensor
 
-                square = dtensor.summed(square, dtensor.groups(wholes))
+                square = dtensor.summed(square, dtensor.groups_of_parts(wholes[0]))
             squares.append(square)
     if not squares:
         return None
@@ -318,7 +318,7 @@ def contribute_missing(part: Part, members: list[Member], round: Round) -> None:
             continue
         if slot in round.present:
             keep = None if round.kept is None else round.kept[slot]
-            job = local_job(part, missed, slot, keep, alone=False)
+            job = local_job(part, missed, slot, keep, at_once=False)
             kernel = dispatch.for_missed_batch(part.group, missed)
             dispatch.able(kernel, job).local_step(job)
         else:

@@ -32,7 +32,7 @@ State = dict[str, Any]
 
 
 class Loaded(NamedTuple):
-    """What takes the place of an optimizer's groups, state and round."""
+    """The groups, state and round that an optimizer takes over."""
 
     param_groups: list[Group]
     state: defaultdict[Tensor, State]

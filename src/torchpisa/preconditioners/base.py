@@ -22,7 +22,7 @@ _RESERVED = ("arrived", "delta", "dual", "level", "moved", "pending", "sigma", "
 
 @dataclass(frozen=True)
 class LocalProblem:
-    r"""What batch i knows about one parameter when it is its turn.
+    r"""The local problem of batch i for one parameter.
 
     Attributes:
         param: the parameter, \(w\). Complex parameters have real `grad`, `dual` and `residual`

@@ -190,6 +190,7 @@ def test_a_killed_command_ends_like_one_that_was_not(tmp_path: Path) -> None:
     while not file.is_file():
         assert process.poll() is None, "it was done before it could be killed"
         assert time.monotonic() < limit
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     log = tmp_path / "killed" / "rnn" / f"{name}.jsonl"

@@ -114,13 +114,13 @@ def test_epochs_are_shuffled_and_repeatable() -> None:
 
 
 def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.main(["vision", "--out", str(tmp_path), "--data", str(tmp_path), "--device", "cpu"])
+    words = ["vision", "--out", str(tmp_path), "--data", str(tmp_path), "--device", "cpu"]
+    command.main([*words, "--only", "vgg11*", "--only", "resnet34_sisa*"])  # MISA is below
     assert "FAILS" not in capsys.readouterr().out
     results = json.loads((tmp_path / "vision.json").read_text(encoding="utf-8"))
     runs = results["runs"]
     assert runs["vgg11_adam_e8_seed0"]["last"] > 25  # of ten classes
     assert runs["resnet34_sisa_e2_seed0"]["accuracy"][-1] > 0.5
-    assert runs["resnet34_misa_e2_seed0"]["accuracy"][-1] > 0.5
     assert all(run["digits"] for run in runs.values())
     assert (tmp_path / "vision.svg").stat().st_size > 1000
     assert "| SISA | m 4, sigma 0.1, rho 5000" in (tmp_path / "vision.md").read_text("utf-8")

@@ -48,7 +48,7 @@ class Contents:
 
     @property
     def ranks(self) -> int:
-        """How many ranks (replicas, if they are sharded) held the nodes."""
+        """The number of ranks (replicas, if they are sharded) that held the nodes."""
         return len(self.groups)
 
     @property
@@ -58,7 +58,7 @@ class Contents:
 
     @property
     def open(self) -> bool:
-        """Whether it was saved in the middle of a round."""
+        """True if it was saved in the middle of a round."""
         return bool(self.groups[0][0]["visited"])
 
     def per_node(self, number: int, name: str) -> list[float] | None:

@@ -22,7 +22,7 @@ _LEGAL = "a folder of torchpisa.distributed.save or a file of torchpisa.distribu
 
 
 class TensorKind(NamedTuple):
-    """What a stored tensor is like."""
+    """The shape and dtype of a stored tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -70,7 +70,7 @@ def _contents(held: dict[str, Any], path: Path) -> Contents:
 
 
 class Folder:
-    """What `save` wrote; see `Stored`."""
+    """The folder that `save` wrote; see `Stored`."""
 
     def __init__(self, path: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -119,7 +119,7 @@ class Folder:
 
 
 class File:
-    """What `export` wrote; see `Stored`."""
+    """The file that `export` wrote; see `Stored`."""
 
     def __init__(self, path: Path) -> None:
         try:

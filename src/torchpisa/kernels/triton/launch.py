@@ -46,7 +46,7 @@ def consensus(move: Move, keep: Tensor | None, launch: Launch) -> None:
     elementwise.consensus_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
-        _here(keep, launch),
+        _on_device_of(keep, launch),
         _seed(move.stochastic_rounding, launch),
         *scale,
         move.consensus_decay,
@@ -100,8 +100,8 @@ def _measured(
         launch.tensor_of,
         largest,
         squares,
-        _here(grad_scale, launch),
-        _here(clip_scale, launch),
+        _on_device_of(grad_scale, launch),
+        _on_device_of(clip_scale, launch),
         weight_decay,
         MAXIMIZE=maximize,
         DECAYS=weight_decay != 0,
@@ -115,7 +115,7 @@ def misa_step(job: ConsensusJob, launch: Launch) -> None:
     """Take MISA's consensus over the parameters of a launch."""
     if not launch.blocks:
         return
-    _count(launch, _here(job.keep, launch))
+    _count(launch, _on_device_of(job.keep, launch))
     (lr,), on_device = _numbers(launch, job.lr)
     if job.matrix:
         _move_matrices(job, launch, lr, on_device)
@@ -130,7 +130,7 @@ def _move_entries(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: bool
         launch.table,
         launch.tensor_of,
         launch.nonfinite,
-        _here(job.keep, launch),
+        _on_device_of(job.keep, launch),
         *_misa_scales(job, launch),
         _seed(rounds, launch),
         lr,
@@ -152,7 +152,7 @@ def _move_entries(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: bool
 
 def _move_matrices(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: bool) -> None:
     settings, device, tensors = job.settings, launch.kind.device, len(launch.order)
-    keep, seed = _here(job.keep, launch), _seed(settings["stochastic_rounding"], launch)
+    keep, seed = _on_device_of(job.keep, launch), _seed(settings["stochastic_rounding"], launch)
     scales = _misa_scales(job, launch)
     numbers = settings["momentum"], settings["look_ahead"]
     rounds = {"STOCHASTIC": settings["stochastic_rounding"]}
@@ -199,15 +199,15 @@ def _move_matrices(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: boo
 
 def _misa_scales(job: ConsensusJob, launch: Launch) -> tuple[Tensor | None, Tensor | None]:
     """Return what gradients are divided by and what r is multiplied by, where the kernels are."""
-    clip = _here(job.clip_scale, launch)
-    return _here(job.grad_scale, launch), None if clip is None else clip.to(torch.float32)
+    clip = _on_device_of(job.clip_scale, launch)
+    return _on_device_of(job.grad_scale, launch), None if clip is None else clip.to(torch.float32)
 
 
 def _elementwise_step(job: LocalJob, launch: Launch) -> None:
     rule = job.preconditioner
     settings = rule if isinstance(rule, SecondMoment) else SecondMoment()
     scheme = rule.scheme if isinstance(rule, SecondMoment) else "identity"
-    keep = _here(job.keep, launch)
+    keep = _on_device_of(job.keep, launch)
     _count(launch, keep)
     follows = job.sigma is None
     if follows:
@@ -219,8 +219,8 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
         launch.tensor_of,
         launch.nonfinite,
         keep,
-        _here(job.grad_scale, launch),
-        _here(job.clip_scale, launch),
+        _on_device_of(job.grad_scale, launch),
+        _on_device_of(job.clip_scale, launch),
         _seed(job.stochastic_rounding, launch),
         *numbers,
         job.weight,
@@ -258,7 +258,7 @@ def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
         launch.first_block,
         ratios,
         scales,
-        _here(job.keep, launch),
+        _on_device_of(job.keep, launch),
         *numbers,
         job.move.consensus_decay if job.move else 0.0,
         rule.beta,
@@ -275,7 +275,7 @@ def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
 def _orthogonalised_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> None:
     device = launch.kind.device
     tensors = len(launch.order)
-    keep, grad_scale = _here(job.keep, launch), _here(job.grad_scale, launch)
+    keep, grad_scale = _on_device_of(job.keep, launch), _on_device_of(job.grad_scale, launch)
     seed = _seed(job.stochastic_rounding, launch)
     _count(launch, keep)
     largest, squares = torch.empty(2, launch.blocks, dtype=torch.float32, device=device)
@@ -343,7 +343,7 @@ def _numbers(launch: Launch, *values: Scalar) -> tuple[list[Scalar], bool]:
     ], True
 
 
-def _here(number: Tensor | None, launch: Launch) -> Tensor | None:
+def _on_device_of(number: Tensor | None, launch: Launch) -> Tensor | None:
     return None if number is None else number.to(launch.kind.device)
 
 

@@ -252,8 +252,8 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
             reason = reason or "blocks of a parameter are not stored one after the other"
     if reason is not None:
         return reason
-    if job.matrix and members[0].whole is not None:
-        return "matrices are sharded, so they have to be brought together first"
+    if job.matrix and not job.whole_here:
+        return "matrices are sharded or shared by replicas, so each has to go to its owner first"
     check_shapes(members, ("dual", "moment"))
     rows: list[Row] = []
     shapes: list[tuple[int, int]] = []

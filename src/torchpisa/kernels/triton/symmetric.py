@@ -22,7 +22,7 @@ __all__ = ["TileLaunch", "launch", "symmetric_product"]
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """How the kernel is launched: tiles of `rows` x `cols`, `depth` of the sum at a time.
+    """The tiles of a launch: `rows` x `cols`, `depth` of the sum at a time.
 
     `cols` is a multiple of `rows`. With `tma` tiles are loaded by Hopper's copy engine instead of
     by the threads.

@@ -16,7 +16,7 @@ BLOCK = 1024
 
 
 class Kind(NamedTuple):
-    """What the tensors of one launch have in common."""
+    """The properties that the tensors of one launch share."""
 
     device: torch.device
     param: torch.dtype

@@ -41,7 +41,8 @@ class Stage(ABC):
         Args:
             u: \(U\), (c, n, k); not to be written to.
             g: the gradient, added up over the round's batches, likewise.
-            state: stacked along a first dimension of size c, in the dtypes it is kept in.
+            state: stacked along a first dimension of size c, in the dtypes it is kept in or, if it
+                has come from other processes, in that of u.
             round: rounds that are done, the same number for all matrices. Known to the host, so
                 what is not done in every round is decided by it.
         """
