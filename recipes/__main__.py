@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from recipes import datasets, ranks
+from recipes.budgets import RECIPE as BUDGETS
 from recipes.datasets import data_folder
 from recipes.execution import Runs, print_line, rounded
 from recipes.gan import RECIPE as GAN
@@ -36,6 +37,7 @@ __all__ += ["run_command", "run_recipe"]
 RECIPES = {
     "least_squares": LEAST_SQUARES,
     "heterogeneity": HETEROGENEITY,
+    "budgets": BUDGETS,
     "language": LANGUAGE,
     "vision": VISION,
     "gan": GAN,

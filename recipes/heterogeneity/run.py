@@ -39,6 +39,8 @@ CLASSES = {
     "fedmuon": federated.FedMuon,
     "server_muon": federated.ServerMuon,
 }
+# Of the saved runs; the package has other ones now.
+OLD_DEFAULTS = {"misa": {"momentum": 0.95}}
 COLUMNS = ("round", "accuracy", "loss", "gradients", "samples", "bytes_up", "bytes_down")
 POINTS = 50  # of a curve in the saved results
 
@@ -55,11 +57,19 @@ def algorithm(settings: Settings) -> federated.Algorithm:
         if settings.epochs
         else federated.FullGradient()
     )
-    return CLASSES[settings.algorithm](**settings.options, local=local)
+    options = {**OLD_DEFAULTS.get(settings.algorithm, {}), **settings.options}
+    return CLASSES[settings.algorithm](**options, local=local)
 
 
 def run(config: Config, settings: Settings, *, device: str, data: str) -> Iterator[Line]:
     """Yield accuracy and costs so far, every few rounds; one that diverges ends early."""
+    return trace(settings, algorithm(settings), device=device, data=data)
+
+
+def trace(
+    settings: Settings, algorithm: federated.Algorithm, *, device: str, data: str
+) -> Iterator[Line]:
+    """Yield accuracy and costs of an algorithm so far, as `run`."""
     dataset = load(settings.dataset, data, settings.validation, device)
     held_out = dataset.validation if settings.validation else dataset.test
     assert held_out is not None
@@ -71,7 +81,7 @@ def run(config: Config, settings: Settings, *, device: str, data: str) -> Iterat
     simulation = federated.Simulation(
         build(dataset.name, x.shape[1:], dataset.classes, settings.seed).to(device),
         [(x[part], y[part]) for part in (indices.to(device) for indices in parts.indices)],
-        algorithm(settings),
+        algorithm,
         seed=settings.seed,
         device=torch.device(device),
     )

@@ -20,6 +20,7 @@ from torchpisa.federated import (
     FedPD,
     FedProx,
     FullGradient,
+    LocalMISA,
     Minibatches,
     Scaffold,
     ServerMuon,
@@ -47,6 +48,7 @@ MAKERS: dict[str, Callable[..., Algorithm]] = {
     "MISA": lambda **changes: MISA(
         **{"sigma": 1.0, "rho": 2.0, "gamma": 0.98, "consensus_decay": 0.01, **changes}
     ),
+    "LocalMISA": lambda **changes: LocalMISA(**{"rho": 5.0, "lr": 0.8, **changes}),
     "FedAvg": lambda **changes: FedAvg(**{"lr": 0.1, "momentum": 0.5, "lr_decay": 0.97, **changes}),
     "FedProx": lambda **changes: FedProx(**{"lr": 0.1, "mu": 0.3, "weight_decay": 0.02, **changes}),
     "FedNova": lambda **changes: FedNova(

@@ -41,6 +41,8 @@ from torchpisa.federated import (
     FedNova,
     FedProx,
     FullGradient,
+    LinearDecay,
+    LocalMISA,
     Minibatches,
     Scaffold,
 )
@@ -164,6 +166,74 @@ def test_misa_is_the_optimizer(common: dict[str, Any], schedule: Schedule) -> No
         mlp,
         schedule,
     )
+
+
+@pytest.mark.parametrize("name", ["PISA", "SISA", "MISA", "LocalMISA"])
+def test_a_relative_lr_divides_sigma_and_rho(name: str) -> None:
+    """Also with several local steps, decay and absent clients."""
+    settings = {"sigma": 3.0, "rho": 1.5, "gamma": Every(0.9, 3), "consensus_decay": 0.1}
+    local = FullGradient(steps=3)
+
+    def end(**changes: float) -> Tensors:
+        algorithm = MAKERS[name](**{"lr": 1.0, **settings, "local": local, **changes})
+        return simulate(algorithm, 12, participation=some).server.weights
+
+    slow = end(lr=0.4)
+    assert distance(slow, end(sigma=3.0 / 0.4, rho=1.5 / 0.4)) <= 1e-12
+    assert distance(slow, end()) > 1e-3
+
+
+def test_a_schedule_is_that_of_the_optimizer() -> None:
+    settings: dict[str, Any] = {"sigma": 1.5, "rho": 2.0, "beta": 0.99, "consensus_decay": 0.1}
+    decay = LinearDecay(20)
+    made: list[Any] = []
+
+    def make(params: list[nn.Parameter], weights: list[float]) -> Any:
+        made.append(torchpisa.SISA(params, batches=5, weights=weights, **settings))
+        return made[0]
+
+    def present(iteration: int) -> Sequence[int]:
+        made[0].param_groups[0]["lr"] = decay(iteration)
+        return some(iteration)
+
+    assert_equals_optimizer(SISA(**settings, lr=decay), make, mlp, present)
+
+
+def test_local_misa_with_one_local_gradient_is_misa() -> None:
+    settings: dict[str, Any] = {"rho": 3.0, "gamma": 0.98, "weight_decay": 0.02}
+    for local in (FullGradient(), Minibatches(1, batch_size=4)):
+        ends = [
+            simulate(make(**settings, local=local), 9, participation=some).server
+            for make in (MISA, LocalMISA)
+        ]
+        assert distance(ends[0].weights, ends[1].weights) <= 1e-12
+        assert ends[0].numbers == ends[1].numbers
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("make", [MISA, LocalMISA])
+def test_misa_takes_sigma_from_the_first_mean_gradient(make: Any, batched: bool) -> None:
+    """From those present in the first round that has anybody; nobody moves before it is known."""
+    clients, start = classes(), mlp()
+    first = [1, 3]
+    algorithm = make(rho=4.0, momentum=0.8, damping=0.05, local=FullGradient(steps=3))
+    simulation = simulate(
+        algorithm, 2, participation=lambda iteration: first if iteration else [], batched=batched
+    )
+    x, y = (torch.cat([clients[i][column] for i in first]) for column in (0, 1))
+    nn.functional.cross_entropy(start(x), y).backward()
+    norm = math.sqrt(sum(float(w.grad.square().sum()) for w in start.parameters()))
+    assert simulation.server.numbers["sigma"] == pytest.approx(0.05 * 4.0 * norm, rel=1e-12)
+
+
+@pytest.mark.parametrize("make", [MISA, LocalMISA])
+def test_misa_does_not_depend_on_the_scale_of_the_loss(make: Any) -> None:
+    def end(scale: float) -> Tensors:
+        algorithm = make(rho=4.0, local=Epochs(1, batch_size=4))
+        loss = lambda outputs, targets: scale * cross(outputs, targets)  # noqa: E731
+        return simulate(algorithm, 8, participation=some, loss=loss).server.weights
+
+    assert distance(end(1.0), end(1e4)) <= 1e-9
 
 
 def test_the_cap_of_the_moment_matters() -> None:
@@ -533,7 +603,7 @@ def test_the_problem_is_hard_enough() -> None:
 
 
 @pytest.mark.parametrize(("steps", "participation"), [(1, 1.0), (5, 0.4)])
-@pytest.mark.parametrize("name", ["SISA", "Identity", "Hessian"])
+@pytest.mark.parametrize("name", ["SISA", "Identity", "Hessian", "MISA", "LocalMISA"])
 def test_the_pisa_family_finds_the_optimum(name: str, steps: int, participation: float) -> None:
     local = FullGradient(steps=steps)
     algorithm: Algorithm
@@ -541,9 +611,13 @@ def test_the_pisa_family_finds_the_optimum(name: str, steps: int, participation:
         algorithm = SISA(sigma=4.0, rho=0.5, local=local)
     elif name == "Identity":
         algorithm = PISA(preconditioner=Identity(), sigma=4.0, rho=2.0, local=local)
+    elif name == "MISA":
+        algorithm = MISA(sigma=4.0, rho=0.5, momentum=0.5, method="svd", local=local)
+    elif name == "LocalMISA":
+        algorithm = LocalMISA(sigma=6.0, rho=0.5, momentum=0.8, method="svd", local=local)
     else:
         algorithm = PISA(preconditioner=Hessian(), sigma=3.0, rho=1.0, local=local)
-    rounds = 110 if name == "Hessian" else 120
+    rounds = 150 if name == "LocalMISA" else 120
     assert error_on_least_squares(algorithm, rounds, participation) <= 1e-8
 
 
@@ -659,6 +733,10 @@ RANGES: list[Case] = [
     (SISA, "eta", 0.0, "a number > 0"),
     (SISA, "eps", -1e-8, "a finite number >= 0"),
     (MISA, "sigma", 0.0, "a finite number > 0"),
+    (MISA, "rho", 0.0, "a finite number > 0"),
+    (MISA, "damping", 0.0, "a finite number > 0"),
+    (LocalMISA, "momentum", -0.1, "in [0, 1)"),
+    (SISA, "lr", -1.0, "a finite number >= 0"),
     (MISA, "momentum", 1.0, "in [0, 1)"),
     (MISA, "method", "fast", "one of 'auto', 'svd', 'gram', 'polar', 'smooth'"),
     (FedAvg, "lr", 0.0, "a finite number > 0"),
@@ -681,7 +759,7 @@ RANGES: list[Case] = [
 def test_messages_name_argument_value_and_range(
     make: Callable[..., Any], name: str, value: Any, legal: str
 ) -> None:
-    needed = {} if make in (SISA, MISA) else {"lr": 0.1}
+    needed = {} if make in (SISA, MISA, LocalMISA) else {"lr": 0.1}
     with pytest.raises(ValueError, match=re.escape(f"{name} must be {legal}, got {value!r}")):
         make(**{**needed, name: value})
 

@@ -87,19 +87,25 @@ def mean_movement(task: Task, t: int, x: Params, eta_l: float) -> Params:
     return total / weight
 
 
-def fedavgm(task: Task, eta_l: float, eta: float, beta: float) -> Params:
-    """Hsu et al. (2019): v <- beta v + Delta; x <- x + eta v."""
+def fedavgm(task: Task, eta_l: float, eta: Callable[[int], float], beta: float) -> Params:
+    """Hsu et al. (2019): v <- beta v + Delta; x <- x + eta v, with the eta of round t."""
     x, v = task.x0, task.x0.zero
     for t in task.busy_rounds:
         v = beta * v + mean_movement(task, t, x, eta_l)
-        x = x + eta * v
+        x = x + eta(t) * v
     return x
 
 
 def fedopt(
-    task: Task, rule: str, eta_l: float, eta: float, beta1: float, beta2: float, tau: float
+    task: Task,
+    rule: str,
+    eta_l: float,
+    eta: Callable[[int], float],
+    beta1: float,
+    beta2: float,
+    tau: float,
 ) -> Params:
-    """Reddi et al. (2021), Algorithm 2."""
+    """Reddi et al. (2021), Algorithm 2, with the eta of round t."""
     x, m = task.x0, task.x0.zero
     v = x.each(lambda a: np.full_like(a, tau**2))
     for t in task.busy_rounds:
@@ -113,7 +119,7 @@ def fedopt(
             v = v - (1 - beta2) * square.each(np.multiply, sign)
         elif rule == "adam":
             v = beta2 * v + (1 - beta2) * square
-        x = x + eta * m / v.each(lambda a: np.sqrt(a) + tau)
+        x = x + eta(t) * m / v.each(lambda a: np.sqrt(a) + tau)
     return x
 
 
@@ -144,7 +150,7 @@ def server_muon(
     x, b, v = task.x0, task.x0.zero, task.x0.zero
     for count, t in enumerate(task.busy_rounds, start=1):
         g = -mean_movement(task, t, x, eta_l)
-        scale = decay ** (count - 1)
+        scale = decay**t
         new = Params()
         for name in x:
             if x[name].ndim == 2:
@@ -283,3 +289,39 @@ def warm_scaffold(task: Task, eta_l: float, eta_g: float) -> Params:
         x = x + eta_g * delta_x / weight
         c = c + delta_c
     return x
+
+
+def local_misa(
+    task: Task, sigma: float, rho: float, mu: float, decay: float, lr: Callable[[int], float]
+) -> Params:
+    """LocalMISA with copies of everything: duals, local averages and local weights."""
+
+    def resolvent(v: Array) -> Array:
+        u, s, vt = np.linalg.svd(v if v.ndim == 2 else v[:, None], full_matrices=False)
+        return (u * (s / (sigma + rho * s)) @ vt).reshape(v.shape)
+
+    w = task.x0
+    pi = [w.zero for _ in task.clients]
+    for t in task.busy_rounds:
+        total = sum((task.p[i] * pi[i] for i in task.clients), w.zero)  # Pi
+        y = [w for _ in task.clients]
+        new = list(pi)
+        for i in task.present(t):
+            steps = task.steps(t, i)
+            for k in range(steps):
+                new[i] = mu * new[i] - (1 - mu) * task.gradient(t, i, k, y[i])
+                if k < steps - 1:
+                    y[i] = y[i] + lr(t) * (total + new[i] - pi[i]).each(resolvent)
+        # u_i = pi_i + 2 (new_i - pi_i): the paper's consensus, with w_i = w for those absent.
+        u = sum((task.p[i] * (2 * new[i] - pi[i]) for i in task.clients), w.zero)
+        moved = sum((task.p[i] * (y[i] - w) for i in task.clients), w.zero)
+        pi = new
+        pull = u - decay * w
+
+        def consensus(v: Array, rate: float = lr(t)) -> Array:
+            a, s, b = np.linalg.svd(v if v.ndim == 2 else v[:, None], full_matrices=False)
+            scaled = rate * s / (sigma + rate * decay + rho * s)
+            return (a * scaled @ b).reshape(v.shape)
+
+        w = w + pull.each(consensus) + moved
+    return w

@@ -102,6 +102,7 @@ def consensus_of_deltas(
     delta: Tensor,
     total_sigma: Scalar,
     consensus_decay: float = 0.0,
+    lr: Scalar = 1.0,
 ) -> tuple[Tensor, Tensor]:
     r"""Return the next \(w\) and \(\Pi\), (2.9) where only changes of duals arrive.
 
@@ -114,6 +115,7 @@ def consensus_of_deltas(
         delta: \(D = \sum_i \alpha_i \delta_i\) over the batches that are present.
         total_sigma: \(S = \sum_i \alpha_i \sigma_i^{\ell+1}\) over all batches.
         consensus_decay: \(\lambda\).
+        lr: relative learning rate.
     """
     dual = dual + delta
-    return consensus(w, dual + delta, total_sigma, consensus_decay), dual
+    return consensus(w, dual + delta, total_sigma, consensus_decay, lr), dual

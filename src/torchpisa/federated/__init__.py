@@ -21,11 +21,13 @@ from torchpisa.federated.algorithms import (
     FedPD,
     FedProx,
     FedYogi,
+    LocalMISA,
     Scaffold,
     ServerMuon,
 )
 from torchpisa.federated.clients.local_work import Epochs, FullGradient, Minibatches
 from torchpisa.federated.clients.objective import accuracy, cross_entropy
+from torchpisa.federated.schedules import LinearDecay
 from torchpisa.federated.simulation import Counts, Simulation
 from torchpisa.federated.timing import LognormalDelay, Timing
 from torchpisa.federated.trust.privacy import GaussianNoise
@@ -53,6 +55,8 @@ __all__ = [
     "FedYogi",
     "FullGradient",
     "GaussianNoise",
+    "LinearDecay",
+    "LocalMISA",
     "LognormalDelay",
     "Minibatches",
     "Reference",

@@ -42,6 +42,8 @@ from torchpisa.federated import (
     FedPD,
     FedYogi,
     FullGradient,
+    LinearDecay,
+    LocalMISA,
     Scaffold,
     ServerMuon,
 )
@@ -147,8 +149,10 @@ DECAY = {"weight_decay": 0.05}
 
 
 def test_fedavgm() -> None:
-    algorithm = FedAvgM(lr=0.1, server_lr=0.7, server_momentum=0.8, local=EPOCH, **DECAY)
-    assert_equals(algorithm, literal.fedavgm(task_of(algorithm), 0.1, 0.7, 0.8))
+    rates = {"lr": 0.1, "server_lr": 0.7, "server_lr_decay": 0.9}
+    algorithm = FedAvgM(**rates, server_momentum=0.8, local=EPOCH, **DECAY)
+    expected = literal.fedavgm(task_of(algorithm), 0.1, lambda t: 0.7 * 0.9**t, 0.8)
+    assert_equals(algorithm, expected)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +163,13 @@ def test_adaptive_servers(make: Any, rule: str, beta1: float) -> None:
     settings: dict[str, Any] = {"beta1": beta1, "tau": 0.02, "server_lr": 0.2}
     if rule != "adagrad":
         settings["beta2"] = 0.9
-    algorithm = make(lr=0.1, local=EPOCH, **settings, **DECAY)
-    expected = literal.fedopt(task_of(algorithm), rule, 0.1, 0.2, beta1, 0.9, 0.02)
+    decay = LinearDecay(ROUNDS)
+    algorithm = make(lr=0.1, local=EPOCH, server_lr_decay=decay, **settings, **DECAY)
+
+    def eta(t: int) -> float:
+        return 0.2 * (1 - t / ROUNDS)
+
+    expected = literal.fedopt(task_of(algorithm), rule, 0.1, eta, beta1, 0.9, 0.02)
     assert_equals(algorithm, expected)
 
 
@@ -219,6 +228,15 @@ def test_adaptive_fedadmm(rho: float, local: Any) -> None:
 def test_fedmuon(local: Any) -> None:
     algorithm = FedMuon(lr=0.03, alpha=0.3, local=local, **DECAY)
     assert_equals(algorithm, literal.fedmuon(task_of(algorithm), 0.03, 0.3))
+
+
+@WORKS
+def test_local_misa(local: Any) -> None:
+    """Ours, in the company of those whose clients move, too."""
+    numbers = {"sigma": 0.5, "rho": 2.0, "momentum": 0.6, "consensus_decay": 0.1}
+    algorithm = LocalMISA(**numbers, lr=LinearDecay(ROUNDS), method="svd", local=local, **DECAY)
+    expected = literal.local_misa(task_of(algorithm), *numbers.values(), lambda t: 1 - t / ROUNDS)
+    assert_equals(algorithm, expected)
 
 
 @WORKS

@@ -6,7 +6,7 @@ from torchpisa.federated.algorithms.fedadmm import AdaptiveFedADMM, FedADMM
 from torchpisa.federated.algorithms.feddyn import FedDyn
 from torchpisa.federated.algorithms.fedmuon import FedMuon
 from torchpisa.federated.algorithms.fedpd import FedPD
-from torchpisa.federated.algorithms.pisa import MISA, PISA, SISA
+from torchpisa.federated.algorithms.pisa import MISA, PISA, SISA, LocalMISA
 from torchpisa.federated.algorithms.server_optimizers import (
     FedAdagrad,
     FedAdam,
@@ -33,6 +33,7 @@ __all__ = [
     "FedProx",
     "FedYogi",
     "Fields",
+    "LocalMISA",
     "Message",
     "Scaffold",
     "ServerMuon",

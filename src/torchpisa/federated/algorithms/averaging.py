@@ -17,6 +17,7 @@ from torchpisa.federated.algorithms.base import (
     zeros,
 )
 from torchpisa.federated.clients.local_work import Epochs, LocalWork, check_local
+from torchpisa.federated.schedules import Schedule, check_schedule, factor
 
 __all__ = ["FedAvg", "FedNova", "FedProx", "LocalSGD", "Scaffold"]
 
@@ -27,20 +28,21 @@ class LocalSGD(Algorithm):
 
     lr: float
     weight_decay: float = 0.0
-    lr_decay: float = 1.0
+    lr_decay: Schedule = 1.0
     local: LocalWork = field(default_factory=Epochs)
 
     def __post_init__(self) -> None:
         check_range("lr", self.lr, 0, low_open=True, high_open=True)
         check_range("weight_decay", self.weight_decay, 0, high_open=True)
-        check_range("lr_decay", self.lr_decay, 0, 1, low_open=True)
+        check_schedule("lr_decay", self.lr_decay)
         check_local(self.local)
 
     def start(self, weights: Tensors) -> ServerState:
         return ServerState(weights, {}, {"lr": self.lr})
 
     def open(self, server: ServerState) -> ServerState:
-        return replace(server, numbers={"lr": self.lr * self.lr_decay**server.iteration})
+        decay = factor("lr_decay", self.lr_decay, server.iteration)
+        return replace(server, numbers={"lr": self.lr * decay})
 
     def broadcast(self, server: ServerState) -> Message:
         return Message({"weights": server.weights}, server.numbers)
@@ -95,7 +97,8 @@ class FedAvg(MeanMovement):
         momentum: of the clients' SGD; the buffer starts at zero in every round.
         weight_decay: an L2 term inside every client's objective.
         server_lr: factor on the mean movement; 1 takes the mean itself.
-        lr_decay: `lr` is multiplied by it after every round.
+        lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
+            `LinearDecay`, that returns the factor on `lr`.
         local: what a client does in a round; one epoch by default.
     """
 
@@ -194,7 +197,8 @@ class Scaffold(MeanMovement):
         lr: \(\eta\), the clients' learning rate.
         weight_decay: an L2 term inside every client's objective.
         server_lr: \(\eta_g\), factor on the mean movement.
-        lr_decay: `lr` is multiplied by it after every round.
+        lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
+            `LinearDecay`, that returns the factor on `lr`.
         local: what a client does in a round; one epoch by default.
         warm_start: start control variates at the clients' gradients instead of zero.
     """

@@ -43,7 +43,8 @@ class FedADMM(LocalSGD):
         start_from: where local steps begin: `"server"` at \(\theta^t\), `"client"` at the client's
             last \(w_i\), in its first round at \(\theta^t\).
         weight_decay: an L2 term inside every client's objective.
-        lr_decay: `lr` is multiplied by it after every round.
+        lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
+            `LinearDecay`, that returns the factor on `lr`.
         local: what a client does in a round; one epoch by default.
     """
 

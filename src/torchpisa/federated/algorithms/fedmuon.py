@@ -16,6 +16,7 @@ from torchpisa.federated.algorithms.base import (
     zeros,
 )
 from torchpisa.federated.clients.local_work import Epochs, LocalWork, check_local
+from torchpisa.federated.schedules import Schedule, check_schedule, factor
 from torchpisa.preconditioners import NewtonSchulz
 
 __all__ = ["FedMuon"]
@@ -44,7 +45,8 @@ class FedMuon(Algorithm):
         alpha: \(\alpha\), in (0, 1], the weight of the new gradient.
         ns_steps: Newton-Schulz iterations.
         weight_decay: an L2 term inside every client's objective.
-        lr_decay: `lr` is multiplied by it after every round.
+        lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
+            `LinearDecay`, that returns the factor on `lr`.
         local: what a client does in a round; one epoch by default.
     """
 
@@ -52,7 +54,7 @@ class FedMuon(Algorithm):
     alpha: float = 0.1
     ns_steps: int = 5
     weight_decay: float = 0.0
-    lr_decay: float = 1.0
+    lr_decay: Schedule = 1.0
     local: LocalWork = field(default_factory=Epochs)
 
     def __post_init__(self) -> None:
@@ -60,7 +62,7 @@ class FedMuon(Algorithm):
         check_range("alpha", self.alpha, 0, 1, low_open=True)
         check_count("ns_steps", self.ns_steps, high=100)
         check_range("weight_decay", self.weight_decay, 0, high_open=True)
-        check_range("lr_decay", self.lr_decay, 0, 1, low_open=True)
+        check_schedule("lr_decay", self.lr_decay)
         check_local(self.local)
 
     # The server
@@ -69,7 +71,8 @@ class FedMuon(Algorithm):
         return ServerState(weights, {"control": zeros(weights)}, {"lr": self.lr})
 
     def open(self, server: ServerState) -> ServerState:
-        return replace(server, numbers={"lr": self.lr * self.lr_decay**server.iteration})
+        decay = factor("lr_decay", self.lr_decay, server.iteration)
+        return replace(server, numbers={"lr": self.lr * decay})
 
     def broadcast(self, server: ServerState) -> Message:
         return Message({"weights": server.weights, **server.memory}, server.numbers)

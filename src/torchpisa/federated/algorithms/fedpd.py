@@ -45,7 +45,8 @@ class FedPD(LocalSGD):
         eta: \(\eta > 0\), the inverse of a penalty.
         lr: \(\eta_1\), the clients' learning rate.
         weight_decay: an L2 term inside every client's objective.
-        lr_decay: `lr` is multiplied by it after every round.
+        lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
+            `LinearDecay`, that returns the factor on `lr`.
         local: what a client does in a round; one epoch by default.
     """
 

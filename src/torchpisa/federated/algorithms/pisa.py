@@ -25,7 +25,13 @@ from torchpisa.federated.algorithms.base import (
     Tensors,
     zeros,
 )
-from torchpisa.federated.clients.local_work import FullGradient, LocalWork, check_local
+from torchpisa.federated.clients.local_work import (
+    FullGradient,
+    LocalWork,
+    Minibatches,
+    check_local,
+)
+from torchpisa.federated.schedules import Schedule
 from torchpisa.penalty import Gamma, grown
 from torchpisa.preconditioners import (
     Hessian,
@@ -38,7 +44,14 @@ from torchpisa.preconditioners import (
 from torchpisa.preconditioners.base import initial_state, solve_for_deltas
 from torchpisa.preconditioners.spectral import Method
 
-__all__ = ["MISA", "PISA", "SISA"]
+__all__ = ["MISA", "PISA", "SISA", "LocalMISA"]
+
+
+_LEAST_SIGMA = 1e-12
+"""Where the first gradients vanish, since zero means that sigma is not known."""
+
+_NOT_STATE = {"moved", "delta", "step", "before"}
+"""Variables of a local run that are not the preconditioner's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,7 @@ class Penalised(Algorithm):
 
     sigma: float
     rho: float
+    lr: Schedule = 1.0
     gamma: Gamma = 1.0
     weight_decay: float = 0.0
     consensus_decay: float = 0.0
@@ -55,6 +69,8 @@ class Penalised(Algorithm):
     def __post_init__(self) -> None:
         check_range("sigma", self.sigma, 0, low_open=True, high_open=True)
         check_range("rho", self.rho, 0, high_open=True)
+        if not callable(self.lr):
+            check_range("lr", self.lr, 0, high_open=True)
         if not callable(self.gamma):
             check_range("gamma", self.gamma, 0, 1, low_open=True)
         check_range("weight_decay", self.weight_decay, 0, high_open=True)
@@ -79,13 +95,20 @@ class Penalised(Algorithm):
         return replace(server, numbers={"sigma": float(grown(server.numbers["sigma"], gamma))})
 
     def broadcast(self, server: ServerState) -> Message:
-        return Message({"weights": server.weights}, {**server.numbers, "rho": self.rho})
+        numbers = {**server.numbers, "rho": self.rho, "lr": self.relative_lr(server)}
+        return Message({"weights": server.weights}, numbers)
+
+    def relative_lr(self, server: ServerState) -> float:
+        """Return the learning rate of the round."""
+        lr = self.lr(server.iteration) if callable(self.lr) else self.lr
+        check_range("lr", lr, 0, high_open=True)
+        return lr
 
     def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
         """Compute equation (2.9), for one sigma of all clients and alphas that add up to one."""
         weights, duals = {}, {}
         proximal = self.solver().proximal
-        numbers = server.numbers["sigma"], self.consensus_decay
+        numbers = server.numbers["sigma"], self.consensus_decay, self.relative_lr(server)
         for name, w in server.weights.items():
             dual, delta = server.memory["dual"][name], total.tensors["delta"][name]
             if proximal is None:
@@ -125,7 +148,8 @@ class Penalised(Algorithm):
         r"""Compute equation (2.13).
 
         In the first local step \(w_i = w\), and \(d_i\) is the whole step. A later one also has
-        `delta`, the term \(\sigma (w_i - w)\) of the augmented Lagrangian.
+        `delta`, the term \(\sigma (w_i - w)\) of the augmented Lagrangian. The relative learning
+        rate divides sigma and multiplies \(w_i - w\), so `delta` is free of it.
         """
         solver = self.solver()
         sigma, rho = down.numbers["sigma"], down.numbers["rho"]
@@ -147,16 +171,20 @@ class Penalised(Algorithm):
                     step=count,
                 )
             )
-            kinds = carry.keys() - {"moved", "delta", "step"}
-            states.append({kind: carry[kind][name] for kind in kinds})
+            states.append({kind: carry[kind][name] for kind in carry.keys() - _NOT_STATE})
         solved = dict(zip(grad, solve_for_deltas(solver, problems, states), strict=True))
         deltas = {name: carry["delta"][name] + delta for name, (delta, _) in solved.items()}
-        new = {"delta": deltas, "moved": {name: d / sigma for name, d in deltas.items()}}
-        for kind in carry.keys() - {"moved", "delta", "step"}:
+        new = {"delta": deltas, "moved": self.moved(down, carry["moved"], deltas)}
+        for kind in carry.keys() - _NOT_STATE:
             new[kind] = {name: state[kind] for name, (_, state) in solved.items()}
         if "step" in carry:
             new["step"] = {"step": cast(Tensor, count)}
-        return {kind: new[kind] for kind in carry}
+        return {kind: new[kind] for kind in carry if kind in new}
+
+    def moved(self, down: Message, moved: Tensors, deltas: Tensors) -> Tensors:
+        r"""Return \(w_i - w\) after a local step that has led to these deltas from `moved`."""
+        scale = down.numbers["lr"] / down.numbers["sigma"]
+        return {name: scale * delta for name, delta in deltas.items()}
 
     def finish(
         self, down: Message, memory: Fields, carry: Fields, steps: Tensor
@@ -167,7 +195,7 @@ class Penalised(Algorithm):
             local = pisa.local_step_of_delta(memory["dual"][name], delta)
             duals[name], deltas[name] = local.dual, local.delta
         state = {kind: tensors for kind, tensors in carry.items() if kind not in ("moved", "delta")}
-        return Message({"delta": deltas}, {}), {"dual": duals, **state}
+        return Message({"delta": deltas}, self.numbers_after(steps)), {"dual": duals, **state}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +207,8 @@ class PISA(Penalised):
             it; its clients run in turn, with all samples of a local step in memory at once.
         sigma: \(\sigma^0 > 0\), the penalty, the same for all clients.
         rho: \(\rho \ge 0\), the weight of the preconditioner.
+        lr: relative learning rate, a number or a function of the round such as `LinearDecay`: it
+            divides sigma and rho alike, and so multiplies the step.
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
@@ -220,6 +250,8 @@ class SISA(Penalised):
         sigma: \(\sigma^0 > 0\), the penalty: 1/sigma is the step that a constant gradient ends up
             with. Too small a value diverges, too large a one is slow.
         rho: \(\rho \ge 0\), the weight of the second moment.
+        lr: relative learning rate, a number or a function of the round such as `LinearDecay`: it
+            divides sigma and rho alike, and so multiplies the step.
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
@@ -255,30 +287,142 @@ class MISA(Penalised):
     are treated as by Muon and small ones as by gradient descent. What clients disagree on has
     cancelled out before. Vectors count as matrices of one column, unlike in `torchpisa.MISA`.
 
+    Clients stay at \(w\): several local gradients of a round are averaged. `LocalMISA` moves.
+
     Args:
         sigma: \(\sigma^0 > 0\), the penalty: 1/sigma is the step where singular values are small.
+            It is on the scale of the loss. None, the default, takes `damping` times rho times the
+            norm of the mean gradient, which the server learns from the first round's sum; nothing
+            is sent for it.
         rho: \(\rho \ge 0\): a round moves a matrix by at most 1/rho in spectral norm.
-        momentum: \(\mu\), how much of the average is kept from round to round.
+        momentum: \(\mu\), how much of the average is kept from one local gradient to the next.
+        damping: singular values below this share of the first mean gradient's norm count as small.
+        lr: relative learning rate, a number or a function of the round such as `LinearDecay`: it
+            divides sigma and rho alike, and so multiplies the step.
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
-        local: what a client does in a round; one full local gradient by default. Several local
-            steps are our extension, see `PISA`.
+        local: what a client does in a round; one full local gradient by default.
         aspect_scaling: let tall matrices move \(\sqrt{\mathrm{rows}/\mathrm{cols}}\) times further.
         method: how the server computes it; see `torchpisa.preconditioners.Spectral`.
             `"smooth"`, the default, is cheap and as rough as Muon.
     """
 
-    sigma: float = 0.1
+    sigma: float | None = None  # type: ignore[assignment]
     rho: float = 10.0
-    momentum: float = 0.95
+    momentum: float = 0.9
+    damping: float = 0.01
     aspect_scaling: bool = False
     method: Method = "smooth"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.sigma is not None:
+            super().__post_init__()
+        else:
+            replace(self, sigma=1.0)  # checks the others
+            check_range("rho", self.rho, 0, low_open=True, high_open=True)
+        check_range("damping", self.damping, 0, low_open=True, high_open=True)
         self.solver()  # checks momentum, aspect_scaling and method
 
     def solver(self) -> SpectralConsensus:
         spectral = Spectral(aspect_scaling=self.aspect_scaling, method=self.method)
         return SpectralConsensus(self.momentum, spectral)
+
+    # The server: its sigma is 0 until the first round with clients has told the scale. Until then
+    # clients must not move, and are told a learning rate of zero.
+
+    def start(self, weights: Tensors) -> ServerState:
+        started = super().start(weights)
+        return replace(started, numbers={"sigma": self.sigma or 0.0})
+
+    def broadcast(self, server: ServerState) -> Message:
+        down = super().broadcast(server)
+        if server.numbers["sigma"] > 0:
+            return down
+        return Message(down.tensors, {**down.numbers, "sigma": 1.0, "lr": 0.0})
+
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        if server.numbers["sigma"] == 0:
+            server = replace(server, numbers={"sigma": self._first_sigma(total)})
+        return super().close(server, total, present)
+
+    def _first_sigma(self, total: Message) -> float:
+        """Return sigma by the norm of the mean gradient, for duals that were all zero."""
+        deltas = total.tensors["delta"].values()
+        squares = sum(float(delta.double().square().sum()) for delta in deltas)
+        mean_gradient = math.sqrt(squares) / float(total.numbers["weight"])
+        return max(self.damping * self.rho * mean_gradient, _LEAST_SIGMA)
+
+    # A client
+
+    def numbers_after(self, steps: Tensor) -> dict[str, Scalar]:
+        """Return the weight of a round's gradients in the average, together."""
+        return {"weight": 1 - self.momentum**steps}
+
+    def moved(self, down: Message, moved: Tensors, deltas: Tensors) -> Tensors:
+        return moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMISA(MISA):
+    r"""MISA whose clients move between two exchanges: for when rounds are expensive. Ours.
+
+    With every local gradient a client updates its average \(p_i\), from \(\pi_i\), as in `MISA`,
+    and moves by
+
+    \[
+    y_i \leftarrow y_i + \mathrm{lr}\, (\sigma I + \rho P_i)^{-1} V_i, \qquad
+    V_i = \Pi + p_i - \pi_i,
+    \]
+
+    from \(y_i = w\), with \(P_i = (V_i V_i^\top)^{1/2}\): \(V_i\) is the server's sum as it would
+    be if this client's news were everybody's. The last gradient of a round moves nobody. The server
+    adds the movements, each times its client's share, and then takes MISA's step with the new
+    duals, so with one local gradient per round this is `MISA`.
+
+    Where \(\Pi = 0\) and every \(\pi_i = -\nabla F_i(w)\), every \(V_i\) is zero and nobody moves:
+    local steps do not shift the solution, however different the clients. A round costs twice the
+    traffic of MISA. An absent client does not move, and its dual stays in \(\Pi\). While sigma is
+    not known, in the first round, nobody moves.
+
+    Args:
+        sigma: \(\sigma^0 > 0\), the penalty; all arguments are those of `MISA`.
+        rho: \(\rho \ge 0\): a local step moves a matrix by at most 1/rho in spectral norm.
+        local: what a client does in a round; ten mini-batches by default.
+    """
+
+    local: LocalWork = field(default_factory=lambda: Minibatches(steps=10))
+
+    def broadcast(self, server: ServerState) -> Message:
+        weights, numbers = super().broadcast(server)
+        return Message({**weights, **server.memory}, numbers)
+
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        closed = super().close(server, total, present)
+        moved = total.tensors["moved"]
+        return replace(closed, weights={n: w + moved[n] for n, w in closed.weights.items()})
+
+    def begin(self, down: Message, memory: Fields) -> Fields:
+        carry = super().begin(down, memory)
+        return {**carry, "before": carry["moved"]}  # without the move after the last gradient
+
+    def step(
+        self, down: Message, memory: Fields, carry: Fields, grad: Tensors, point: Tensors
+    ) -> Fields:
+        new = super().step(down, memory, carry, grad, point)
+        return {**new, "before": carry["moved"]}
+
+    def moved(self, down: Message, moved: Tensors, deltas: Tensors) -> Tensors:
+        sigma, rho, lr = (down.numbers[name] for name in ("sigma", "rho", "lr"))
+        consensus = self.solver().spectral.consensus
+        return {
+            name: consensus(moved[name], dual + deltas[name], rho, sigma, lr=lr)
+            for name, dual in down.tensors["dual"].items()
+        }
+
+    def finish(
+        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
+    ) -> tuple[Message, Fields]:
+        rest = {kind: tensors for kind, tensors in carry.items() if kind != "before"}
+        update, new = super().finish(down, memory, rest, steps)
+        return Message({**update.tensors, "moved": carry["before"]}, update.numbers), new

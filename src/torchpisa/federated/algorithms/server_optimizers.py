@@ -15,6 +15,7 @@ from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.federated.algorithms.averaging import FedAvg
 from torchpisa.federated.algorithms.base import Fields, Message, ServerState, Tensors, zeros
 from torchpisa.federated.clients.local_work import FullGradient, LocalWork
+from torchpisa.federated.schedules import Schedule, check_schedule, factor
 from torchpisa.preconditioners import NewtonSchulz
 
 __all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerMuon"]
@@ -24,13 +25,20 @@ __all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerMuon"]
 class ServerOptimizer(FedAvg):
     """The clients of FedAvg, and a server that treats their mean movement as a gradient."""
 
+    server_lr_decay: Schedule = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_schedule("server_lr_decay", self.server_lr_decay)
+
     def start(self, weights: Tensors) -> ServerState:
         return replace(super().start(weights), buffers=self.initial_buffers(weights))
 
     def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
         mean = {name: moved / present for name, moved in total.tensors["moved"].items()}
         step, buffers = self.server_step(mean, server.buffers)
-        weights = {name: w + step[name] for name, w in server.weights.items()}
+        decay = factor("server_lr_decay", self.server_lr_decay, server.iteration)
+        weights = {name: w + decay * step[name] for name, w in server.weights.items()}
         return replace(server, weights=weights, buffers=buffers, iteration=server.iteration + 1)
 
     @abstractmethod
@@ -39,7 +47,7 @@ class ServerOptimizer(FedAvg):
 
     @abstractmethod
     def server_step(self, mean: Tensors, buffers: Fields) -> tuple[Tensors, Fields]:
-        """Return what is added to the weights, and the new buffers."""
+        """Return what is added to the weights, times `server_lr_decay`, and the new buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,8 @@ class FedAvgM(ServerOptimizer):
     Args:
         lr: the clients' learning rate; all other arguments are those of `FedAvg`.
         server_lr: \(\eta\).
+        server_lr_decay: `server_lr` is multiplied by it after every round; or a function of the
+            round, such as `LinearDecay`, that returns the factor on `server_lr`.
         server_momentum: \(\beta\); 0 is FedAvg.
     """
 
@@ -112,6 +122,7 @@ class FedAdagrad(AdaptiveServer):
     Args:
         lr: \(\eta_l\), the clients' learning rate; all other arguments are those of `FedAvg`.
         server_lr: \(\eta\).
+        server_lr_decay: of `server_lr` by round, as in `FedAvgM`.
         beta1: \(\beta_1\); 0 in the paper's experiments with Adagrad.
         tau: \(\tau\), how adaptive it is: entries that move by much less are not normalised.
     """
@@ -131,6 +142,7 @@ class FedAdam(AdaptiveServer):
     Args:
         lr: \(\eta_l\), the clients' learning rate; all other arguments are those of `FedAvg`.
         server_lr: \(\eta\).
+        server_lr_decay: of `server_lr` by round, as in `FedAvgM`.
         beta1: \(\beta_1\).
         beta2: \(\beta_2\).
         tau: \(\tau\), how adaptive it is: entries that move by much less are not normalised.
@@ -174,8 +186,7 @@ class ServerMuon(ServerOptimizer):
     Args:
         lr: the clients' learning rate; all other arguments are those of `FedAvg`.
         server_lr: \(\eta\), how far a round moves a matrix in spectral norm.
-        server_lr_decay: `server_lr` and `vector_lr` are multiplied by it after every round that
-            had clients.
+        server_lr_decay: of `server_lr` and `vector_lr` by round, as in `FedAvgM`.
         server_momentum: \(\mu\).
         nesterov: orthogonalise \(G + \mu B\); \(B\) if False.
         ns_steps: Newton-Schulz iterations.
@@ -188,7 +199,6 @@ class ServerMuon(ServerOptimizer):
     lr: float = 1.0
     local: LocalWork = field(default_factory=FullGradient)
     server_lr: float = 0.02
-    server_lr_decay: float = 1.0
     server_momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
@@ -198,7 +208,6 @@ class ServerMuon(ServerOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("server_lr_decay", self.server_lr_decay, 0, 1, low_open=True)
         check_range("server_momentum", self.server_momentum, 0, 1, high_open=True)
         check_choice("nesterov", self.nesterov, (True, False))
         check_count("ns_steps", self.ns_steps, high=100)
@@ -215,18 +224,17 @@ class ServerMuon(ServerOptimizer):
 
     def server_step(self, mean: Tensors, buffers: Fields) -> tuple[Tensors, Fields]:
         count = buffers["step"]["step"] + 1
-        decay = self.server_lr_decay ** float(count - 1)
         orthogonalize = NewtonSchulz(ns_steps=self.ns_steps, aspect_scaling=True).orthogonalize
         step, momentum, second = {}, {}, {}
         for name, moved in mean.items():
             grad, b = -moved, buffers["momentum"][name]
             if name not in buffers["second"]:
                 momentum[name], b = momentum_step(b, grad, self.server_momentum, self.nesterov)
-                step[name] = -self.server_lr * decay * orthogonalize(b)
+                step[name] = -self.server_lr * orthogonalize(b)
                 continue
             beta1, beta2 = self.betas
             momentum[name] = m = beta1 * b + (1 - beta1) * grad
             second[name] = v = beta2 * buffers["second"][name] + (1 - beta2) * grad.square()
             m_hat, v_hat = m / (1 - beta1 ** float(count)), v / (1 - beta2 ** float(count))
-            step[name] = -self.vector_lr * decay * m_hat / (v_hat.sqrt() + self.eps)
+            step[name] = -self.vector_lr * m_hat / (v_hat.sqrt() + self.eps)
         return step, {"momentum": momentum, "second": second, "step": {"step": count}}
