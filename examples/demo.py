@@ -59,7 +59,8 @@ COLOURS = {
     **{"AdamW": "#999999", "Muon + AdamW": "#E69F00", "MISA": "#0072B2"},
     **{"FedAvg": "#999999", "FedAvg, 2 steps": "#CC79A7", "Scaffold": "#D55E00", "SISA": "#009E73"},
 }
-DARK = {"MISA": "#56B4E9"}
+COLOURS["MISA, 1 step"] = COLOURS["MISA"]
+DARK = dict.fromkeys(("MISA", "MISA, 1 step"), "#56B4E9")
 
 
 @dataclass(frozen=True)
@@ -193,12 +194,14 @@ def train_text(task: Task, steps: int) -> Run:
 
 CLIENTS = 10
 EPOCH, TWO = Epochs(epochs=1, batch_size=10), Minibatches(steps=2, batch_size=10)
+ONE = Minibatches(steps=1, batch_size=20)  # as many samples as in two steps of ten
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "FedAvg": lambda **settings: FedAvg(local=EPOCH, **settings),
     "FedAvg, 2 steps": lambda **settings: FedAvg(local=TWO, **settings),
     "Scaffold": lambda **settings: Scaffold(local=EPOCH, **settings),
     "SISA": lambda **settings: SISA(**settings),
     "MISA": lambda **settings: MISA(**settings),
+    "MISA, 1 step": lambda **settings: MISA(local=ONE, **settings),
 }
 GRIDS: dict[str, list[dict[str, float]]] = {
     **{name: [{"lr": lr} for lr in (0.1, 0.2, 0.5, 1.0)] for name in list(ALGORITHMS)[:2]},
@@ -383,9 +386,9 @@ def draw(runs: list[Run], path: Path, dark: bool = False) -> None:
     left, centre, right = figure.subplots(1, 3)
     for run in runs:
         if run.task.part == "text":
-            style = {"default": ":", "best": "-"}[run.task.kind]
+            style = {"linestyle": ":"} if run.task.kind == "default" else {}
             name = run.task.name if run.task.kind == "best" else None
-            left.plot(run.x, run.y, style, **look(run.task.name, dark), label=name)
+            left.plot(run.x, run.y, **{**look(run.task.name, dark), **style}, label=name)
     for name in ALGORITHMS:
         own = [run for run in runs if run.task.part == "clients" and run.task.name == name]
         mean = [statistics.mean(values) for values in zip(*(run.y for run in own), strict=True)]
@@ -415,7 +418,8 @@ def draw(runs: list[Run], path: Path, dark: bool = False) -> None:
 
 def look(name: str, dark: bool) -> dict[str, Any]:
     colour = DARK.get(name, COLOURS[name]) if dark else COLOURS[name]
-    return {"color": colour, "linewidth": 2.6 if name == "MISA" else 1.6}
+    style = "--" if name == "MISA, 1 step" else "-"
+    return {"color": colour, "linestyle": style, "linewidth": 2.6 if "MISA" in name else 1.6}
 
 
 def finish(axes: Axes, ink: str, faint: str) -> None:
