@@ -287,7 +287,8 @@ def test_bad_options_are_refused(
 def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks", "nothing"])
     names = (
-        "step,figure,walk,diagnostics,federated,defaults,lightbench,distributed,distributed-figure"
+        "step,figure,walk,diagnostics,federated,engines,defaults,lightbench,distributed,"
+        "distributed-figure,owners"
     )
     with pytest.raises(SystemExit, match=rf"\{{{names}\}}"):
         command.main()

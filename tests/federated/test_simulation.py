@@ -172,7 +172,8 @@ def test_counts(name: str, local: Any, batched: bool) -> None:
     simulation = simulate(MAKERS[name](local=local), 4, participation=some, batched=batched)
     plans = [local.plan(SIZES[i], (0, str(i)), k) for k in range(4) for i in some(k)]
     weights = 8 * (4 * 5 + 5 + 5 * 3 + 3)
-    twice = ("Scaffold", "ScaffoldWarm", "FedMuon")  # they send control variates, too
+    # They send control variates or movements, too.
+    twice = ("Scaffold", "ScaffoldWarm", "FedMuon", "LocalMISA")
     traffic = len(plans) * weights * (2 if name in twice else 1)
     scalars = 2 * 8 * len(plans) if name == "AdaptiveFedADMM" else 0
     counts = simulation.counts
