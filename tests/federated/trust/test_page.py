@@ -1,7 +1,14 @@
 """The page about trust has the table of the results."""
 
 import json
+import warnings
 from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Flower's own imports are not ours to mend
+    pytest.importorskip("flwr.serverapp", reason="needs Flower: pip install torchpisa[flower]")
 
 from benchmarks import robust as script
 
