@@ -1,7 +1,6 @@
 """The blocks of `docs/distributed.md` that need several ranks, on several ranks."""
 
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,7 @@ def read(folder: Path) -> dict[str, Any]:
         "steps": 200,
         "torch": torch,
     }
-    parts = PAGE.read_text(encoding="utf-8").split("```python\n")
-    for number, (before, block) in enumerate(pairwise(parts)):
-        if before.rstrip().endswith("<!-- notest -->"):
-            continue
+    for number, block in enumerate(PAGE.read_text().split("```python\n")[1:]):
         code = block.partition("```")[0]
         exec(compile(code, f"block {number} of {PAGE.name}", "exec"), names)
     steps = names["load"](names["latest"]("checkpoints"), names["model"], names["opt"])
