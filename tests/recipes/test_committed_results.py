@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes import gan, heterogeneity, language, rl, rnn, vision
+from recipes import budgets, gan, heterogeneity, language, rl, rnn, vision
+from recipes.budgets.config import read_chosen
+from recipes.budgets.results import choose
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
 from recipes.heterogeneity.report import overview
@@ -16,6 +18,8 @@ from recipes.recipe import Recipe, Results
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECIPES = {
     "heterogeneity": heterogeneity.RECIPE,
+    "budgets": budgets.RECIPE,
+    "budgets_trials": budgets.RECIPE,
     "language": language.RECIPE,
     "language_sizes": language.RECIPE,
     "language_stages": language.RECIPE,
@@ -67,9 +71,13 @@ def test_saved_statements_follow_from_the_results(name: str, recipe: Recipe) -> 
     assert results["checks"] == [dataclasses.asdict(check) for check in recipe.check(results)]
 
 
+def test_chosen_settings_of_equal_costs_follow_from_the_trials() -> None:
+    assert read_chosen() == {"many rounds": choose(saved("budgets_trials"))}
+
+
 def test_chosen_settings_follow_from_the_trials() -> None:
     for entry in json.loads(TUNING.read_text(encoding="utf-8")):
         trials = entry["trials"]
         assert entry["count"] == len(trials)
-        assert entry["chosen"] == tune.choose(trials, entry["by"]), tune.cell_of(entry)
+        assert entry["chosen"] == tune.choose(trials, entry["by"]), tune.entry_cell(entry)
         assert all(trial["settings"]["validation"] for trial in trials)
