@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks import environment
-from benchmarks.screen import digits
+from benchmarks.digits import digits
 from torchpisa.federated import (
     MISA,
     SISA,

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from benchmarks import environment
 from benchmarks.attacks import LIES, corrupt
-from benchmarks.screen import CLIENTS, digits
+from benchmarks.digits import CLIENTS, digits
 from torchpisa.federated import (
     MISA,
     SISA,

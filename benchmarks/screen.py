@@ -19,18 +19,17 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from benchmarks import environment
+from benchmarks.digits import CLIENTS, digits
 from torchpisa.data import Parts, permutation
 from torchpisa.federated import MISA, SISA, FedAvg, FullGradient, Scaffold, accuracy
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, add
@@ -40,7 +39,7 @@ from torchpisa.federated.flower.screen import Screen, norms, weight_scale
 from torchpisa.federated.partition import by_label, by_quantity, dirichlet, iid
 from torchpisa.federated.trust.ledger import Ledger
 
-CLIENTS, ROUNDS, LIAR, LATE = 10, 30, 1, 15
+ROUNDS, LIAR, LATE = 30, 1, 15
 LIMITS = (2.0, 3.0, 5.0, 10.0, 1000.0)
 LOCAL = FullGradient(5)
 ALGORITHMS: dict[str, Algorithm] = {
@@ -57,16 +56,6 @@ SPREADS: dict[str, Callable[[torch.Tensor], Parts]] = {
 }
 HONEST = ("everybody", "half and a newcomer")
 LIES = ("-10 x, every round", "900 x, once")
-
-
-@lru_cache
-def digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Return training and test data; every fifth image is for the test."""
-    bunch = load_digits()
-    inputs = torch.tensor(bunch.data, dtype=torch.float32) / 16
-    targets = torch.tensor(bunch.target)
-    test = torch.arange(len(targets)) % 5 == 0
-    return (inputs[~test], targets[~test]), (inputs[test], targets[test])
 
 
 def lie(story: str, iteration: int, update: Message) -> Message:

@@ -76,7 +76,8 @@ class RobustSelection:
         factor: distance beyond which a client is rejected, in units of the median distance.
         patience: a client that is rejected in so many rounds in a row loses what it had
             contributed before, since a dual that was taken once would stay in the sum for good.
-            It begins anew, and is taken again after ten rounds in a row without a complaint.
+            It begins anew; if the reason was its response, after ten rounds in a row without a
+            complaint.
         response: smallest response of a client, in units of the median response; minus infinity
             switches the test off.
         count_limit: a client counts with at most so many times the median number of samples,
@@ -209,25 +210,26 @@ class Judge:
         if self._witnesses is not None:  # they must not miss a round
             unexplained = self._witnesses.complaints(server, standings)
         suspects: dict[str, str] = {}
+        deaf: dict[str, str] = {}
         if len(updates) >= 2 * rule.liars + 3:
-            suspects = self._deaf(updates)
+            deaf = self._deaf(updates)
             other = unexplained if self._witnesses is not None else rule.far(standings)
-            suspects |= {name: why for name, why in other.items() if name not in suspects}
+            suspects = {**deaf, **{name: why for name, why in other.items() if name not in deaf}}
         # Those who were put out do not get the benefit of the doubt.
         doubts = {**self._deaf(self._probation, strict=True), **suspects}
         kept_out = {name: why for name in updates if (why := self._on_probation(name, doubts))}
-        # Whoever is caught now takes the place of those who are only kept out.
-        order = {**suspects, **{n: w for n, w in kept_out.items() if n not in suspects}}
-        chosen = dict(list(order.items())[: rule.liars])
+        # The strongest evidence first; whoever is caught now takes the place of one kept out.
+        chosen = dict(list({**deaf, **kept_out, **suspects}.items())[: rule.liars])
         for name in updates:
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if name in chosen else 0
-            if self._in_a_row[name] >= rule.patience:
+            # Odd data are no reason to keep somebody out: the next update may be like the others.
+            if self._in_a_row[name] >= rule.patience and name in deaf:
                 self._probation.setdefault(name, 0)
         return chosen
 
     def withdrawn(self) -> list[str]:
         """Return the clients that have been rejected too often in a row."""
-        return list(self._probation)
+        return [name for name, rounds in self._in_a_row.items() if rounds >= self._rule.patience]
 
     def _on_probation(self, name: str, doubts: Mapping[str, str]) -> str | None:
         """Return why a client that was put out is not taken yet, or None if it is."""
