@@ -1,15 +1,10 @@
 """The page about trust has the tables of the results."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Flower's own imports are not ours to mend
-    pytest.importorskip("flwr.serverapp", reason="needs Flower: pip install torchpisa[flower]")
 
 from benchmarks import privacy, robust
 
@@ -32,12 +27,12 @@ def test_the_page_says_how_often_the_goal_is_met() -> None:
 
 
 def test_one_malicious_client_of_ten() -> None:
-    """Digits, clients with one label each: a flipped sign costs 30 points, or four at most."""
+    """Digits, clients with one label each: a flipped sign costs 30 points, or two at most."""
     honest = robust.run("digits", "one label", "SISA", "honest nine", "plain sum")["accuracy"]
     plain = robust.run("digits", "one label", "SISA", "sign flip", "plain sum")
     found = robust.run("digits", "one label", "SISA", "sign flip", "robust")
     assert plain["accuracy"] < honest - 15
-    assert found["accuracy"] >= honest - 4
+    assert found["accuracy"] >= honest - 2
     assert found["liar_rejected"] >= 30
 
 
