@@ -168,7 +168,8 @@ class LanguageTraining(Training):
         loss = ranks.total(self._loss).item() / (rounds * ranks.count()) if rounds else None
         self.elapsed += time.perf_counter() - self._since if rounds else 0.0
         sizes = sizes_of(self.settings.model)
-        bound = DIVERGED * math.log(sizes.vocabulary)
+        # The first weights may guess worse than that: those of 1.5B parameters do.
+        bound = DIVERGED * math.log(sizes.vocabulary) if self.done else math.inf
         value = self.evaluate(self.validation) if validate else None
         test = self.evaluate(self.test) if self.done == self.total and len(self.test) else None
         losses = [x for x in (loss, value) if x is not None]

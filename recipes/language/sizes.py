@@ -168,11 +168,11 @@ def draw(results: Results, path: Path) -> None:
         ("seconds of training", lambda run, i: run["step"][i] * run["step_ms"] / 1000),
     )
     with figure_style("language"):
-        figure = Figure((7.0, 0.7 + 2.3 * len(models)), layout="constrained")
+        figure = Figure((7.0, 0.7 + 2.8 * len(models)), layout="constrained")
         grid = figure.subplots(len(models), 2, squeeze=False)
         handles: dict[str, Any] = {}
         for row, (model, groups) in zip(grid, models.items(), strict=True):
-            ends: list[float] = []
+            lasts: dict[str, float] = {}
             for (label, batches), runs in groups.items():
                 run = runs[0]
                 name = list(TITLES).index(run["settings"]["choice"]["name"])
@@ -184,10 +184,12 @@ def draw(results: Results, path: Path) -> None:
                 for axes, (_, x) in zip(row, axes_of, strict=True):
                     (line,) = axes.plot([x(run, i) for i in points], losses, **style)
                 handles.setdefault(title(label, batches, run), line)
-                ends += losses[len(losses) // 3 :]
+                lasts[label] = losses[-1]
             for axes, (words, _) in zip(row, axes_of, strict=True):
-                room = 0.05 * (max(ends) - min(ends)) + 0.01
-                axes.set_ylim(min(ends) - room, max(ends) + room)
+                # Far above AdamW's curve there is nothing to tell the others apart by.
+                best = min(lasts.values())
+                top = max(best, *(end for name, end in lasts.items() if "adamw" in name))
+                axes.set_ylim(best - 0.05, max(top + 0.1, best + 1))
                 axes.set_xlabel(words)
                 axes.grid(color=INK, alpha=0.2, lw=0.6)
                 axes.spines[["top", "right"]].set_visible(False)

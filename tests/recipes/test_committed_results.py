@@ -13,6 +13,8 @@ from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
 from recipes.heterogeneity.report import overview
 from recipes.language import finetune, memory
+from recipes.language.choose import choose as choose_changes
+from recipes.language.config import CHOSEN
 from recipes.recipe import Recipe, Results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -21,6 +23,8 @@ RECIPES = {
     "budgets": budgets.RECIPE,
     "budgets_trials": budgets.RECIPE,
     "language": language.RECIPE,
+    "language_trials": language.RECIPE,
+    "language_nano": language.RECIPE,
     "language_sizes": language.RECIPE,
     "language_stages": language.RECIPE,
     "language_finetune": finetune.RECIPE,
@@ -69,6 +73,12 @@ def test_readme_shows_the_results() -> None:
 def test_saved_statements_follow_from_the_results(name: str, recipe: Recipe) -> None:
     results = saved(name)
     assert results["checks"] == [dataclasses.asdict(check) for check in recipe.check(results)]
+
+
+def test_chosen_settings_of_language_models_follow_from_the_trials() -> None:
+    assert json.loads(CHOSEN.read_text(encoding="utf-8")) == choose_changes(
+        saved("language_trials")
+    )
 
 
 def test_chosen_settings_of_equal_costs_follow_from_the_trials() -> None:
