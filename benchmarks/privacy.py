@@ -36,7 +36,7 @@ from torchpisa.federated.partition import iid
 ROUNDS, DELTA = 40, 1e-3
 ALGORITHMS: dict[str, Algorithm] = {
     "SISA": SISA(sigma=1.0, rho=1.0),
-    "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95),
+    "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95, match_rms=False),
     "FedAvg": FedAvg(lr=1.0, local=FullGradient()),
 }
 CLIPS = {"SISA": (0.01, 0.03, 0.1), "MISA": (0.003, 0.01, 0.03), "FedAvg": (0.1, 0.3, 1.0)}

@@ -57,12 +57,12 @@ ROUNDS, LIAR, REFERENCE = 40, 1, 100
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "digits": {
         "SISA": SISA(sigma=0.3, rho=10.0),
-        "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95),
+        "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95, match_rms=False),
         "FedAvg": FedAvg(lr=2.0, local=FullGradient()),
     },
     "mnist": {
         "SISA": SISA(sigma=0.3, rho=100.0),
-        "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95),
+        "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95, match_rms=False),
         "FedAvg": FedAvg(lr=1.0, local=FullGradient()),
     },
 }

@@ -44,7 +44,7 @@ LIMITS = (2.0, 3.0, 5.0, 10.0, 1000.0)
 LOCAL = FullGradient(5)
 ALGORITHMS: dict[str, Algorithm] = {
     "SISA": SISA(sigma=0.3, rho=10.0, local=LOCAL),
-    "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95, local=LOCAL),
+    "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95, match_rms=False, local=LOCAL),
     "FedAvg": FedAvg(lr=0.5, local=LOCAL),
     "Scaffold": Scaffold(lr=0.5, local=LOCAL),
 }

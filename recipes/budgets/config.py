@@ -40,7 +40,7 @@ def _grid(steps: int, fixed: Mapping[str, Value], **values: tuple[Value, ...]) -
     return [Trial({**fixed, **dict(zip(values, row, strict=True))}, steps) for row in rows]
 
 
-_DAMPED: dict[str, Value] = {"momentum": 0.9, "damping": 0.01}
+_DAMPED: dict[str, Value] = {"momentum": 0.9, "damping": 0.003}
 
 # Six for everybody. Rates fall linearly to zero in all of them. Not among them: FedNova, which is
 # FedAvg where all clients take as many steps, and FedADMM and FedPD, which are FedDyn where nobody
@@ -67,7 +67,7 @@ TRIALS: dict[str, list[Trial]] = {
         vector_lr=(0.003, 0.003, 0.003, 0.01, 0.01, 0.01),
     ),
     "sisa": _grid(1, {}, sigma=(0.3, 1.0, 3.0) * 2, rho=(300.0,) * 3 + (1000.0,) * 3),
-    "misa": _grid(1, _DAMPED, rho=(5.0, 10.0, 20.0, 30.0, 50.0, 100.0)),
+    "misa": _grid(1, _DAMPED, rho=(10.0, 20.0, 30.0, 50.0, 100.0, 200.0)),
     "misa_local": _grid(4, _DAMPED, rho=(20.0, 40.0, 60.0, 80.0, 120.0, 160.0)),
 }
 

@@ -1,7 +1,7 @@
 """The results as Markdown: accuracies beside the paper's, rounds, costs and settings."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from recipes.grid import format_value
@@ -12,7 +12,7 @@ from recipes.heterogeneity.paper import BASELINES, TABLE
 from recipes.recipe import Results
 from recipes.tables import checks_table, markdown, provenance
 
-__all__ = ["overview", "report"]
+__all__ = ["report"]
 
 Table = dict[Cell, dict[str, Summary]]
 
@@ -61,28 +61,6 @@ def report(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-OVERVIEW = ("fedavg", "fedprox", "fednova", "scaffold", "sisa", "misa")
-
-
-def overview(results: Results, datasets: Sequence[str]) -> str:
-    """Return the README's table: one label per client, last round, with costs and trials."""
-    table = {dataset: cells(results)[dataset, 1] for dataset in datasets}
-    lines = [
-        [DATASETS[dataset], *(bold(row, row[name], "last", OVERVIEW) for name in OVERVIEW)]
-        for dataset, row in table.items()
-    ]
-    for dataset, row in table.items():
-        entries = [at_equal_samples(row, row[name]) for name in OVERVIEW]
-        lines.append([f"{DATASETS[dataset]}, equal sample gradients", *entries])
-    first = table[datasets[0]]
-    entries = [f"{first[name].samples_per_round:,.0f}" for name in OVERVIEW]
-    lines.append([f"sample gradients per round, {DATASETS[datasets[0]]}", *entries])
-    counts = trial_counts()
-    entries = [" / ".join(str(counts[d, 1][name]) for d in datasets) for name in OVERVIEW]
-    lines.append([f"trials ({', '.join(DATASETS[d] for d in datasets)})", *entries])
-    return markdown(["", *(ALGORITHMS[name] for name in OVERVIEW)], lines)
-
-
 def trial_counts() -> dict[Cell, dict[str, int]]:
     """Return the number of trials that settings were chosen from, by cell and algorithm."""
     counts: dict[Cell, dict[str, int]] = {}
@@ -121,12 +99,10 @@ def server_lr_remark() -> str:
     )
 
 
-def bold(
-    row: dict[str, Summary], summary: Summary, column: str, among: Iterable[str] = ALGORITHMS
-) -> str:
+def bold(row: dict[str, Summary], summary: Summary, column: str) -> str:
     """Return mean and deviation of a column, in bold if it has the largest mean of the row."""
     spread = summary.spread(column)
-    top = max(row[name].spread(column).mean for name in among if name in row)
+    top = max(row[name].spread(column).mean for name in ALGORITHMS if name in row)
     return f"**{spread}**" if spread.mean == top else f"{spread}"
 
 

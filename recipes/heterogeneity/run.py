@@ -40,7 +40,7 @@ CLASSES = {
     "server_muon": federated.ServerMuon,
 }
 # Of the saved runs; the package has other ones now.
-OLD_DEFAULTS = {"misa": {"momentum": 0.95}}
+OLD_DEFAULTS = {"misa": {"momentum": 0.95, "match_rms": False}}
 COLUMNS = ("round", "accuracy", "loss", "gradients", "samples", "bytes_up", "bytes_down")
 POINTS = 50  # of a curve in the saved results
 

@@ -157,9 +157,9 @@ def test_schemes_of_sisa(scheme: dict[str, Any]) -> None:
 @SETTINGS
 def test_misa_is_the_optimizer(common: dict[str, Any], schedule: Schedule) -> None:
     settings = {"sigma": 0.5, "rho": 2.0, **common}
-    solver = SpectralConsensus(0.8, Spectral(aspect_scaling=True, method="smooth"))
+    solver = SpectralConsensus(0.8, Spectral(match_rms=True, method="smooth"))
     assert_equals_optimizer(
-        MISA(**settings, momentum=0.8, aspect_scaling=True),
+        MISA(**settings, momentum=0.8),
         lambda params, weights: torchpisa.PISA(
             params, solver, batches=5, weights=weights, **settings
         ),

@@ -21,19 +21,40 @@ def problem(r, sigma=0.5, rho=2.0, step=1):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", ["auto", "svd", "gram", "polar"])
 def test_step_of_one_matrix(shape, dtype, method):
-    """Convolutions are matrices of their first dimension; aspect_scaling divides rho."""
+    """Convolutions are matrices of their first dimension; both scalings divide rho."""
     if method == "gram" and dtype == torch.float64:
         pytest.skip("for float32")
     r = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
     cols = r.numel() // shape[0]
-    for scaled in (False, True):
-        own = Spectral(eta=1.5, aspect_scaling=scaled, method=method)
+    largest = math.sqrt(max(shape[0], cols))
+    scales = {
+        **{"none": 1.0, "aspect_scaling": math.sqrt(max(1.0, shape[0] / cols))},
+        "match_rms": largest if 1 in (shape[0], cols) else 0.2 * largest,
+    }
+    for name, a in scales.items():
+        own = Spectral(eta=1.5, method=method, **({} if name == "none" else {name: True}))
         d, state = own.solve(problem(r), {})
-        a = math.sqrt(max(1.0, shape[0] / cols)) if scaled else 1.0
         wanted = -by_svd(r.flatten(1), 0.5, 2.0 / a, 1.5).reshape(shape)
         tolerance = 1e-5 if dtype == torch.float32 or method == "polar" else 1e-12
         torch.testing.assert_close(d, wanted, rtol=tolerance, atol=tolerance)
         assert state == own.init(r) == {}
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (70, 40), (60, 3, 2, 2), (90,), (1, 50)])
+def test_match_rms_bounds_the_entries_of_a_step(shape):
+    """Whatever the shape and the scale: with a tiny sigma, 0.2 or 1 over rho, and never more."""
+    u = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    bound = (1.0 if len(shape) == 1 or 1 in shape else 0.2) / 50.0
+    for scale, sigma in ((1e-3, 1e-12), (1e5, 1e-12), (1.0, 10.0)):
+        w = Spectral(match_rms=True).consensus(torch.zeros_like(u), scale * u, 50.0, sigma)
+        rms = float(w.square().mean().sqrt())
+        assert rms <= bound * (1 + 1e-9)
+        assert (rms > 0.999 * bound) == (sigma < 1)
+
+
+def test_one_scaling_at_a_time():
+    with pytest.raises(ValueError, match="aspect_scaling must be False with match_rms"):
+        Spectral(aspect_scaling=True, match_rms=True)
 
 
 def test_vectors_are_those_of_a_division_by_their_norm():

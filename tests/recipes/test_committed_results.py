@@ -11,7 +11,6 @@ from recipes.budgets.config import read_chosen
 from recipes.budgets.results import choose
 from recipes.heterogeneity import tune
 from recipes.heterogeneity.config import TUNING
-from recipes.heterogeneity.report import overview
 from recipes.language import finetune, memory
 from recipes.language.choose import choose as choose_changes
 from recipes.language.config import CHOSEN
@@ -22,6 +21,9 @@ RECIPES = {
     "heterogeneity": heterogeneity.RECIPE,
     "budgets": budgets.RECIPE,
     "budgets_trials": budgets.RECIPE,
+    "budgets_digits": budgets.RECIPE,
+    "budgets_digits_trials": budgets.RECIPE,
+    "budgets_few_rounds_trials": budgets.RECIPE,
     "language": language.RECIPE,
     "language_trials": language.RECIPE,
     "language_nano": language.RECIPE,
@@ -64,11 +66,6 @@ def test_memory_page_is_the_report_of_the_results() -> None:
     assert page == memory.report(saved("language_memory"))
 
 
-def test_readme_shows_the_results() -> None:
-    table = overview(saved("heterogeneity"), ["mnist", "fashion_mnist", "cifar10"])
-    assert table in (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(("name", "recipe"), RECIPES.items())
 def test_saved_statements_follow_from_the_results(name: str, recipe: Recipe) -> None:
     results = saved(name)
@@ -82,7 +79,11 @@ def test_chosen_settings_of_language_models_follow_from_the_trials() -> None:
 
 
 def test_chosen_settings_of_equal_costs_follow_from_the_trials() -> None:
-    assert read_chosen() == {"many rounds": choose(saved("budgets_trials"))}
+    assert read_chosen() == {
+        "many rounds": choose(saved("budgets_trials")),
+        "few rounds, digits": choose(saved("budgets_digits_trials")),
+        "few rounds": choose(saved("budgets_few_rounds_trials")),
+    }
 
 
 def test_chosen_settings_follow_from_the_trials() -> None:

@@ -296,9 +296,12 @@ def local_misa(
 ) -> Params:
     """LocalMISA with copies of everything: duals, local averages and local weights."""
 
+    def scaled_rho(v: Array) -> float:  # rho of a matrix or a vector, for entries of one size
+        return rho / (0.2 * max(v.shape) ** 0.5 if v.ndim == 2 else v.size**0.5)
+
     def resolvent(v: Array) -> Array:
         u, s, vt = np.linalg.svd(v if v.ndim == 2 else v[:, None], full_matrices=False)
-        return (u * (s / (sigma + rho * s)) @ vt).reshape(v.shape)
+        return (u * (s / (sigma + scaled_rho(v) * s)) @ vt).reshape(v.shape)
 
     w = task.x0
     pi = [w.zero for _ in task.clients]
@@ -320,7 +323,7 @@ def local_misa(
 
         def consensus(v: Array, rate: float = lr(t)) -> Array:
             a, s, b = np.linalg.svd(v if v.ndim == 2 else v[:, None], full_matrices=False)
-            scaled = rate * s / (sigma + rate * decay + rho * s)
+            scaled = rate * s / (sigma + rate * decay + scaled_rho(v) * s)
             return (a * scaled @ b).reshape(v.shape)
 
         w = w + pull.each(consensus) + moved

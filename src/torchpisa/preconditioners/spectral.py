@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.algorithms import spectral
+from torchpisa.algorithms.misa import RMS
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.preconditioners.base import LocalProblem, Preconditioner, State
@@ -39,6 +40,10 @@ class Spectral(Preconditioner):
         average: how much of the average is kept from round to round, in [0, 1); 0 for none of it.
         aspect_scaling: divide Q by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), so that large
             singular values become that much more than \(1/\rho_i\), as in `NewtonSchulz`.
+        match_rms: divide Q by \(0.2 \sqrt{\max(\mathrm{rows}, \mathrm{cols})}\) instead, and by
+            \(\sqrt n\) for a vector of n entries: where singular values are large, the entries of a
+            step have the root mean square \(0.2/\rho_i\), those of vectors \(1/\rho_i\), whatever
+            the shape, as in `torchpisa.MISA` with \(1/\rho_i\) for its learning rate.
         method: how the form without average is computed: `"svd"`, as defined; `"gram"`, an
             eigendecomposition in float64; `"polar"`, products and one Cholesky decomposition in
             float32, for which nothing waits for the device; `"auto"` is `"svd"` for float64, else
@@ -55,6 +60,7 @@ class Spectral(Preconditioner):
     eta: float = math.inf
     average: float = 0.0
     aspect_scaling: bool = False
+    match_rms: bool = False
     method: Method = "auto"
     ns_steps: int = 5
     dtype: torch.dtype | None = None
@@ -63,6 +69,9 @@ class Spectral(Preconditioner):
         check_range("eta", self.eta, 0, low_open=True)
         check_range("average", self.average, 0, 1, high_open=True)
         check_choice("aspect_scaling", self.aspect_scaling, (True, False))
+        check_choice("match_rms", self.match_rms, (True, False))
+        if self.aspect_scaling and self.match_rms:
+            raise ValueError("aspect_scaling must be False with match_rms, got True for both")
         check_choice("method", self.method, ("auto", "svd", "gram", "polar", "smooth"))
         check_count("ns_steps", self.ns_steps, high=100)  # many more than any matrix needs
         if self.method == "smooth" and (self.eta < math.inf or self.average):
@@ -172,6 +181,8 @@ class Spectral(Preconditioner):
 
     def scale(self, rows: int, cols: int) -> float:
         """Return what Q of a matrix is divided by."""
+        if self.match_rms:
+            return (RMS if min(rows, cols) > 1 else 1.0) * max(rows, cols) ** 0.5
         return max(1.0, rows / cols) ** 0.5 if self.aspect_scaling else 1.0
 
 

@@ -78,7 +78,7 @@ def test_the_plan_has_what_was_chosen(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(config, "CHOSEN", path)
     assert chosen("many rounds")["misa"] == TRIALS["misa"][3]
     assert chosen("many rounds")["sisa"] == TRIALS["sisa"][1]
-    assert plan(PRESETS["table"])["mnist_1label_misa_seed0_rounds500"].options["rho"] == 30.0
+    assert plan(PRESETS["table"])["mnist_1label_misa_seed0_rounds500"].options["rho"] == 50.0
 
 
 def table(misa: float, rival: float, halved: float) -> list[Any]:

@@ -294,7 +294,8 @@ class MISA(Penalised):
             It is on the scale of the loss. None, the default, takes `damping` times rho times the
             norm of the mean gradient, which the server learns from the first round's sum; nothing
             is sent for it.
-        rho: \(\rho \ge 0\): a round moves a matrix by at most 1/rho in spectral norm.
+        rho: \(\rho \ge 0\): a round moves the entries of a matrix by at most 0.2/rho and those of a
+            vector by at most 1/rho, in root mean square. So 1/rho is the `lr` of `torchpisa.MISA`.
         momentum: \(\mu\), how much of the average is kept from one local gradient to the next.
         damping: singular values below this share of the first mean gradient's norm count as small.
         lr: relative learning rate, a number or a function of the round such as `LinearDecay`: it
@@ -303,16 +304,16 @@ class MISA(Penalised):
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
         local: what a client does in a round; one full local gradient by default.
-        aspect_scaling: let tall matrices move \(\sqrt{\mathrm{rows}/\mathrm{cols}}\) times further.
+        match_rms: False for steps of at most 1/rho in spectral norm, whatever the shape.
         method: how the server computes it; see `torchpisa.preconditioners.Spectral`.
             `"smooth"`, the default, is cheap and as rough as Muon.
     """
 
     sigma: float | None = None  # type: ignore[assignment]
-    rho: float = 10.0
+    rho: float = 30.0
     momentum: float = 0.9
-    damping: float = 0.01
-    aspect_scaling: bool = False
+    damping: float = 0.003
+    match_rms: bool = True
     method: Method = "smooth"
 
     def __post_init__(self) -> None:
@@ -322,10 +323,10 @@ class MISA(Penalised):
             replace(self, sigma=1.0)  # checks the others
             check_range("rho", self.rho, 0, low_open=True, high_open=True)
         check_range("damping", self.damping, 0, low_open=True, high_open=True)
-        self.solver()  # checks momentum, aspect_scaling and method
+        self.solver()  # checks momentum, match_rms and method
 
     def solver(self) -> SpectralConsensus:
-        spectral = Spectral(aspect_scaling=self.aspect_scaling, method=self.method)
+        spectral = Spectral(match_rms=self.match_rms, method=self.method)
         return SpectralConsensus(self.momentum, spectral)
 
     # The server: its sigma is 0 until the first round with clients has told the scale. Until then
@@ -387,7 +388,7 @@ class LocalMISA(MISA):
 
     Args:
         sigma: \(\sigma^0 > 0\), the penalty; all arguments are those of `MISA`.
-        rho: \(\rho \ge 0\): a local step moves a matrix by at most 1/rho in spectral norm.
+        rho: \(\rho \ge 0\): bounds every local step, as it bounds a round of `MISA`.
         local: what a client does in a round; ten mini-batches by default.
     """
 
