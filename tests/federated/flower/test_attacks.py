@@ -294,7 +294,15 @@ def test_screen_remembers_over_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [SETTING, MISA(), Scaffold(lr=0.1), FedAvg(lr=0.1), FedADMM(lr=0.1, rho=1.0)]
+    "algorithm",
+    [
+        SETTING,
+        SISA(sigma=None, rho=None),
+        MISA(),
+        Scaffold(lr=0.1),
+        FedAvg(lr=0.1),
+        FedADMM(lr=0.1, rho=1.0),
+    ],
 )
 @pytest.mark.parametrize("by", ["strategy", "command"])
 def test_evicted_client_leaves_nothing_behind(by, algorithm, tmp_path):

@@ -171,23 +171,21 @@ class RoundAggregation:
             raise PayloadError(
                 f"numbers must be {list(self._template.numbers)}, got {list(received)}"
             )
-        expected = {
-            key: float(value)
-            for key, value in self._algorithm.numbers_after(self._local_steps(name)).items()
-        }
+        fields = read_fields(content, self._template.tensors)
+        for kind, tensors in fields.items():
+            for key, tensor in tensors.items():
+                if not tensor.isfinite().all():
+                    raise PayloadError(f"{kind} of {key!r} is not finite")
+        numbers = self._algorithm.numbers_of(fields, self._local_steps(name))
+        expected = {key: float(value) for key, value in numbers.items()}
         for key, value in expected.items():
             if not math.isclose(received[key], value, rel_tol=1e-6):
                 raise PayloadError(
                     f"{key!r} must be {value:g} for {self._samples[name]} samples, "
                     f"got {received[key]}"
                 )
-        update = Message(read_fields(content, self._template.tensors), expected)
-        for kind, tensors in update.tensors.items():
-            for key, tensor in tensors.items():
-                if not tensor.isfinite().all():
-                    raise PayloadError(f"{kind} of {key!r} is not finite")
         self._count_work(content)
-        return update
+        return Message(fields, expected)
 
     def _local_steps(self, name: str) -> torch.Tensor:
         """Return a client's number of local steps, which follows from that of its samples."""
