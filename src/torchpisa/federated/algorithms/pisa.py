@@ -91,7 +91,8 @@ class Penalised(Algorithm):
     def start(self, weights: Tensors) -> ServerState:
         if not self.needs_loss:
             self.solver().check(list(weights.values()))
-        return ServerState(weights, {"dual": zeros(weights)}, {"sigma": self.sigma})
+        # Zero stands for a sigma that the first round will tell.
+        return ServerState(weights, {"dual": zeros(weights)}, {"sigma": self.sigma or 0.0})
 
     def open(self, server: ServerState) -> ServerState:
         """Grow sigma by equation (2.12)."""
@@ -298,10 +299,6 @@ class SISA(Penalised):
 
     # The server: with sigma=None its sigma is 0 until clients have told the size of their
     # gradients. Until then nobody moves, and part of the gradient enters the duals.
-
-    def start(self, weights: Tensors) -> ServerState:
-        started = super().start(weights)
-        return replace(started, numbers={"sigma": self.sigma or 0.0})
 
     def broadcast(self, server: ServerState) -> Message:
         tensors, numbers = super().broadcast(server)
