@@ -177,6 +177,9 @@ def test_engines() -> None:
         assert max(row["distance"] for row in rows.values()) < 1e-3
         accuracies = [row["accuracy"] for row in rows.values()]
         assert max(accuracies) - min(accuracies) < 0.3
+        # What the text below the table says.
+        at_once, in_turn, pfl, strategy, flower = (rows[n]["cpu_seconds"] for n in engines.ENGINES)
+        assert at_once < pfl < in_turn < flower < strategy
 
 
 def test_first_round() -> None:
