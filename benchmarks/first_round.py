@@ -11,6 +11,8 @@ of them. Here `lr` divides both sigma and rho, and rho is given as a multiple of
 them are pairs of sigma and rho. The rule is then judged with one label per client, on MNIST, Adult,
 and CIFAR-10, which had no part in the choice, beside what the trials of `recipes/heterogeneity` and
 `recipes/budgets` have found, with everybody in every round and with three of ten.
+
+Every run is saved when it is finished, and not repeated by the same command.
 """
 
 import argparse
@@ -52,7 +54,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "digits, MLP": lambda: mlp(64, 10, (64, 32)),
     "digits, CNN": cnn,
 }
-JUDGED = [("mnist", 10), ("mnist", 3), ("cifar10", 10), ("adult", 10)]  # data, and how many train
+JUDGED = [("mnist", 10), ("mnist", 3), ("adult", 10), ("cifar10", 10)]  # data, and how many train
 NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "adult": "Adult"}
 SPLITS: dict[str, Callable[[torch.Tensor, int], Parts]] = {
     "one label": lambda labels, seed: by_label(labels, CLIENTS, 1, seed=seed),
@@ -63,6 +65,7 @@ EXPLICIT = [
     for sigma, rho in product((0.3, 1.0, 3.0, 10.0), (30.0, 100.0, 300.0))
 ]
 AROUND = [{"lr": lr, "rho_factor": factor} for lr, factor in product((0.5, 1.0, 2.0), (0.3, 1, 3))]
+RESULTS = {"last", "mean", "sigma"}
 CENTRE = {"lr": 1.0, "rho_factor": 1}
 FOUND: dict[str, dict[str, Any] | None] = {
     "`sigma=None, rho=None`": {"sigma": None, "rho": None},
@@ -100,59 +103,60 @@ def algorithm(
     )
 
 
-def run(
-    name: str, split: str, options: dict[str, Any], seed: int, folder: str | None, cohort: int = 10
-) -> dict[str, Any]:
-    """Run one training, and return the accuracy and the mean over the curve."""
-    (x, y), validation = data(name, folder)
+def train(settings: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    """Train once; return the last accuracy, the mean over the curve, and sigma at the end."""
+    task, seed = settings["task"], settings["seed"]
+    (x, y), validation = data(task, folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         classes = int(y.max()) + 1
-        model = NETWORKS[name]() if name in NETWORKS else build(name, x.shape[1:], classes, seed)
+        model = NETWORKS[task]() if task in NETWORKS else build(task, x.shape[1:], classes, seed)
     simulation = Simulation(
         model,
-        [(x[part], y[part]) for part in SPLITS[split](y, seed).indices],
-        algorithm(model, **options),
-        participation=cohort / CLIENTS,
+        [(x[part], y[part]) for part in SPLITS[settings["split"]](y, seed).indices],
+        algorithm(model, **settings["options"]),
+        participation=settings["cohort"] / CLIENTS,
         seed=seed,
     )
-    result = {"task": name, "split": split, "options": options, "seed": seed, "cohort": cohort}
     try:
         rows = simulation.run(ROUNDS, evaluate=accuracy(*validation), every=EVERY, progress=False)
     except FloatingPointError:
-        return {**result, "last": 0.0, "mean": 0.0, "sigma": None}
+        return {"last": 0.0, "mean": 0.0, "sigma": None}
     curve = [row["accuracy"] for row in rows]
-    sigma = simulation.server.numbers["sigma"]
-    return {**result, "last": curve[-1], "mean": mean(curve), "sigma": sigma}
+    return {"last": curve[-1], "mean": mean(curve), "sigma": simulation.server.numbers["sigma"]}
 
 
-def choose() -> list[dict[str, Any]]:
-    """Run the trials on digits."""
-    tasks = product(NETWORKS, SPLITS, AROUND + EXPLICIT, range(DIGITS_SEEDS))
-    return [run(*task, None) for task in tasks]
-
-
-def judge(folder: str | None) -> list[dict[str, Any]]:
-    """Run the comparison on other data."""
-    runs = []
-    for (task, cohort), name, seed in product(JUDGED, FOUND, range(SEEDS)):
-        options = FOUND[name]
+def plan() -> list[dict[str, Any]]:
+    """Return what there is to run: the trials on digits, then the comparison on other data."""
+    trials = product(NETWORKS, SPLITS, AROUND + EXPLICIT, range(DIGITS_SEEDS))
+    runs = [
+        {"task": task, "split": split, "options": options, "seed": seed, "cohort": CLIENTS}
+        for task, split, options, seed in trials
+    ]
+    for (task, cohort), (name, options), seed in product(JUDGED, FOUND.items(), range(SEEDS)):
         if options is None:
             options = dict(choice(task, 1, "sisa").options)
-        runs.append({**run(task, "one label", options, seed, folder, cohort), "name": name})
+        settings = {"task": task, "split": "one label", "options": options, "seed": seed}
+        runs.append({**settings, "cohort": cohort, "name": name})
     return runs
 
 
 def table(result: dict[str, Any]) -> str:
     """Return the comparison on other data as Markdown, means and ranges over seeds."""
-    heads = [NAMES[task] + (f", {n} of ten" if n < CLIENTS else "") for task, n in JUDGED]
+    found = {
+        (case, name): [
+            run["last"]
+            for run in result["runs"]
+            if (run["task"], run["cohort"]) == case and run.get("name") == name
+        ]
+        for case, name in product(JUDGED, FOUND)
+    }
+    cases = [case for case in JUDGED if all(len(found[case, n]) == SEEDS for n in FOUND)]
+    heads = [NAMES[task] + (f", {n} of ten" if n < CLIENTS else "") for task, n in cases]
     lines = [f"| SISA | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     for name in FOUND:
-        cells = []
-        for case in JUDGED:
-            same = [r for r in result["judged"] if (r["task"], r["cohort"]) == case]
-            last = [run["last"] for run in same if run["name"] == name]
-            cells.append(f"{mean(last):.1f} ({min(last):.1f} to {max(last):.1f})")
+        last = [found[case, name] for case in cases]
+        cells = [f"{mean(cell):.1f} ({min(cell):.1f} to {max(cell):.1f})" for cell in last]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -162,7 +166,7 @@ def digits_table(result: dict[str, Any]) -> str:
 
     def last(options: dict[str, Any], task: str, split: str) -> float:
         key = (options, task, split)
-        same = [r for r in result["digits"] if (r["options"], r["task"], r["split"]) == key]
+        same = [r for r in result["runs"] if (r["options"], r["task"], r["split"]) == key]
         return mean(run["last"] for run in same)
 
     def row(name: str, trials: list[dict[str, Any]], choose: Callable[[list[float]], float]) -> str:
@@ -187,13 +191,21 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="a saved file: print its tables")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.show:
-        result = json.loads(args.show.read_text(encoding="utf-8"))
-    else:
-        header = {"versions": environment.versions(), "hardware": environment.hardware("cpu")}
-        work = {"rounds": ROUNDS, "batch_size": BATCH_SIZE}
-        result = {**header, **work, "digits": choose(), "judged": judge(args.data)}
-        args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    file = args.show or args.out
+    result = {
+        "versions": environment.versions(),
+        "hardware": environment.hardware("cpu"),
+        "rounds": ROUNDS,
+        "batch_size": BATCH_SIZE,
+        "runs": [],
+    }
+    if file.exists():
+        result = json.loads(file.read_text(encoding="utf-8"))
+    done = [{key: run[key] for key in run.keys() - RESULTS} for run in result["runs"]]
+    for settings in [] if args.show else plan():
+        if settings not in done:
+            result["runs"].append({**settings, **train(settings, args.data)})
+            args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(digits_table(result), table(result), sep="\n\n")
 
 
