@@ -45,6 +45,9 @@ MAKERS: dict[str, Callable[..., Algorithm]] = {
     "SISA": lambda **changes: SISA(
         **{"sigma": 4.0, "rho": 1.0, "gamma": 0.98, "weight_decay": 0.02, **changes}
     ),
+    "CalibratedSISA": lambda **changes: SISA(
+        **{"sigma": None, "rho": None, "gamma": 0.98, "consensus_decay": 0.01, **changes}
+    ),
     "MISA": lambda **changes: MISA(
         **{"sigma": 1.0, "rho": 2.0, "gamma": 0.98, "consensus_decay": 0.01, **changes}
     ),

@@ -4,6 +4,8 @@ import copy
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.federated.problems import (
     classes,
     cross,
     distance,
+    flat,
     half_square,
     least_squares,
     logistic,
@@ -26,6 +29,7 @@ from tests.federated.problems import (
     mlp,
     optimum,
     parameters,
+    seeded,
     shares,
     simulate,
     straight,
@@ -46,7 +50,8 @@ from torchpisa.federated import (
     Minibatches,
     Scaffold,
 )
-from torchpisa.federated.algorithms.base import Tensors
+from torchpisa.federated.algorithms.base import ServerState, Tensors
+from torchpisa.federated.clients.local_work import LocalWork
 from torchpisa.penalty import Every
 from torchpisa.preconditioners import (
     Hessian,
@@ -234,6 +239,95 @@ def test_misa_does_not_depend_on_the_scale_of_the_loss(make: Any) -> None:
         return simulate(algorithm, 8, participation=some, loss=loss).server.weights
 
     assert distance(end(1.0), end(1e4)) <= 1e-9
+
+
+def calibrated_by_hand(clients: Sequence[Pair], rounds: int, decay: float) -> Tensors:
+    """Return the weights of SISA without sigma and rho, transcribed; `some` are present."""
+    model, alphas = mlp(), shares(clients)
+    w = flat(parameters(model))
+    rho = 1.3 * math.sqrt(len(w))
+    duals, moments = (torch.zeros(len(clients), len(w), dtype=torch.float64) for _ in range(2))
+    steps, beta, sigma = [0] * len(clients), 0.999, 0.0
+    for iteration in range(rounds):
+        if not some(iteration):
+            continue
+        contributions, squares, share = duals.clone(), 0.0, 0.0
+        for i in some(iteration):
+            nn.utils.vector_to_parameters(w, model.parameters())
+            x, y = clients[i]
+            loss = nn.functional.cross_entropy(model(x), y)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            r = duals[i] + nn.utils.parameters_to_vector(gradients)
+            moments[i] = beta * moments[i] + (1 - beta) * r * r
+            steps[i] += 1
+            root = (moments[i] / (1 - beta ** steps[i])).sqrt()
+            delta = -0.3 * r if sigma == 0 else -sigma * r / (sigma + rho * root)
+            contributions[i] += 2 * delta
+            duals[i] += delta
+            squares += alphas[i] * float(delta.square().sum())
+            share += alphas[i]
+        if sigma == 0:
+            sigma = 2.0 * math.sqrt(squares / share) / 0.3
+        summed = sum(a * u for a, u in zip(alphas, contributions, strict=True))
+        w = w + (summed - decay * w) / (sigma + decay)
+    nn.utils.vector_to_parameters(w, model.parameters())
+    return parameters(model)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_sisa_without_sigma_is_its_transcription(batched: bool) -> None:
+    algorithm = SISA(sigma=None, rho=None, consensus_decay=0.01)
+    simulation = simulate(algorithm, 20, participation=some, batched=batched)
+    expected = calibrated_by_hand(classes(), 20, decay=0.01)
+    assert distance(simulation.server.weights, expected) <= 1e-12
+    assert distance(expected, parameters(mlp())) > 0.1
+
+
+@pytest.mark.parametrize("local", [FullGradient(), FullGradient(3), Minibatches(2, batch_size=4)])
+def test_sisa_without_sigma_does_not_depend_on_the_scale_of_the_loss(local: LocalWork) -> None:
+    def end(scale: float) -> ServerState:
+        algorithm = SISA(sigma=None, rho=None, gamma=0.99, local=local)
+        loss = lambda outputs, targets: scale * cross(outputs, targets)  # noqa: E731
+        return simulate(algorithm, 12, participation=some, loss=loss).server
+
+    ends = [end(scale) for scale in (1.0, 1e4, 1e-6)]
+    for other, scale in zip(ends[1:], (1e4, 1e-6), strict=True):
+        assert distance(ends[0].weights, other.weights) <= 1e-10
+        assert other.numbers["sigma"] == pytest.approx(scale * ends[0].numbers["sigma"], rel=1e-10)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_sisa_without_sigma_waits_for_a_gradient(batched: bool) -> None:
+    """Nobody is there in the first round, and the gradient of the second is zero."""
+    clients = classes()
+    clients[0] = (torch.zeros_like(clients[0][0]), clients[0][1])
+    model = lambda: seeded(lambda: nn.Linear(4, 3, bias=False))  # noqa: E731
+    schedule: Callable[[int], Sequence[int]] = lambda k: ([], [0], [0, 1, 2])[k]  # noqa: E731
+    options = {"clients": clients, "participation": schedule, "batched": batched}
+    algorithm = SISA(sigma=None, rho=None)
+    for rounds in (1, 2):
+        server = simulate(algorithm, rounds, model, **options).server
+        assert (server.iteration, server.numbers) == (rounds, {"sigma": 0.0})
+        assert distance(server.weights, parameters(model())) == 0
+    server = simulate(algorithm, 3, model, **options).server
+    assert server.numbers["sigma"] > 0
+    assert 0 < distance(server.weights, parameters(model())) < math.inf
+
+
+def test_a_given_rho_or_sigma_stays() -> None:
+    weights = parameters(mlp())
+    rho = 1.3 * math.sqrt(sum(w.numel() for w in weights.values()))
+    for algorithm, expected in (
+        (SISA(sigma=3.0, rho=None), {"sigma": 3.0, "rho": pytest.approx(rho)}),
+        (SISA(sigma=3.0, rho=0.0), {"sigma": 3.0, "rho": 0.0}),
+        (SISA(sigma=None, rho=7.0), {"sigma": 4.0, "rho": 7.0}),
+    ):
+        server = algorithm.start(weights)
+        if algorithm.sigma is None:
+            server = replace(server, numbers={"sigma": 4.0})
+        sent = dict(algorithm.broadcast(server).numbers)
+        assert sent.pop("share", 1.0) == 1.0
+        assert sent == {**expected, "lr": 1.0}
 
 
 def test_the_cap_of_the_moment_matters() -> None:
@@ -732,6 +826,9 @@ RANGES: list[Case] = [
     (SISA, "beta", 1.0, "in (0, 1)"),
     (SISA, "eta", 0.0, "a number > 0"),
     (SISA, "eps", -1e-8, "a finite number >= 0"),
+    (partial(SISA, rho=None), "sigma", 0.0, "a finite number > 0"),
+    (partial(SISA, sigma=None), "rho", -1.0, "a finite number >= 0"),
+    (partial(SISA, sigma=None, rho=None), "beta", 1.0, "in (0, 1)"),
     (MISA, "sigma", 0.0, "a finite number > 0"),
     (MISA, "rho", 0.0, "a finite number > 0"),
     (MISA, "damping", 0.0, "a finite number > 0"),
@@ -759,7 +856,8 @@ RANGES: list[Case] = [
 def test_messages_name_argument_value_and_range(
     make: Callable[..., Any], name: str, value: Any, legal: str
 ) -> None:
-    needed = {} if make in (SISA, MISA, LocalMISA) else {"lr": 0.1}
+    of_pisa = make in (SISA, MISA, LocalMISA) or isinstance(make, partial)
+    needed = {} if of_pisa else {"lr": 0.1}
     with pytest.raises(ValueError, match=re.escape(f"{name} must be {legal}, got {value!r}")):
         make(**{**needed, name: value})
 

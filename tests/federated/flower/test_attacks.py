@@ -290,11 +290,64 @@ def test_screen_remembers_over_a_restart(tmp_path):
         start(grid, strategy(tmp_path / "server.pt"), 4)
 
 
+# A sigma that is found in the first round
+
+
+CALIBRATED = SISA(sigma=None, rho=None)
+
+
+@pytest.mark.parametrize("when", [0, 1, 4])
+def test_server_restarted_after_any_round_finds_the_same_sigma(when, tmp_path):
+    whole = strategy(tmp_path / "whole.pt", CALIBRATED)
+    start(federation(tmp_path / "a", algorithm=CALIBRATED), whole)
+    grid = federation(tmp_path / "b", algorithm=CALIBRATED)
+    if when:
+        start(grid, strategy(tmp_path / "parts.pt", CALIBRATED), when)
+    parts = start(grid, strategy(tmp_path / "parts.pt", CALIBRATED))
+    assert parts.server.numbers == whole.server.numbers
+    assert parts.server.numbers["sigma"] > 0
+    for name, weight in whole.server.weights.items():
+        assert torch.equal(parts.server.weights[name], weight)
+
+
+def square(value):
+    def change(content):
+        content[HEAD]["number.square"] = value
+
+    return change
+
+
+@pytest.mark.parametrize("lie", [square(1e6), square(0.0), square(math.nan), times(100)])
+def test_a_liar_does_not_decide_sigma(lie):
+    """It is as good as absent; how large its gradient is, the server computes itself."""
+
+    def absent(message, answer):
+        return None if message.metadata.message_type == "train" else answer()
+
+    sigmas = []
+    for trick in (lying(lie, [0]), absent):
+        grid = federation(None, algorithm=CALIBRATED)
+        grid.tricks[1] = trick
+        server = start(grid, strategy(algorithm=CALIBRATED), 1)
+        assert server.rounds[0].absent == ["1"]
+        sigmas.append(server.server.numbers["sigma"])
+    assert sigmas[0] > 0
+    assert sigmas[0] == sigmas[1]
+
+
 # Taking a client's contribution back
 
 
 @pytest.mark.parametrize(
-    "algorithm", [SETTING, MISA(), Scaffold(lr=0.1), FedAvg(lr=0.1), FedADMM(lr=0.1, rho=1.0)]
+    "algorithm",
+    [
+        SETTING,
+        SISA(sigma=None, rho=None),
+        MISA(),
+        Scaffold(lr=0.1),
+        FedAvg(lr=0.1),
+        FedADMM(lr=0.1, rho=1.0),
+    ],
 )
 @pytest.mark.parametrize("by", ["strategy", "command"])
 def test_evicted_client_leaves_nothing_behind(by, algorithm, tmp_path):

@@ -34,6 +34,7 @@ STALE = 5  # rounds; more than any answer takes here
 
 ALGORITHMS = [
     SISA(sigma=4.0, rho=2.0, gamma=0.99, local=Minibatches(2, 3)),
+    SISA(sigma=None, rho=None),
     MISA(sigma=5.0, rho=5.0),
     Scaffold(lr=0.1),
     FedAvg(lr=0.1),

@@ -18,7 +18,7 @@ from tests.federated.flower.fake import (
     model,
     strategy,
 )
-from torchpisa.federated import Scaffold, durable_files
+from torchpisa.federated import SISA, Scaffold, durable_files
 from torchpisa.federated.flower import NobodyTrainsError, arrays, checkpoint
 
 ROUNDS = 8
@@ -117,7 +117,11 @@ def test_clients_without_a_folder_do_not_survive_but_do_no_harm(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["before it saves", "after it saves"])
-@pytest.mark.parametrize("algorithm", [SETTING, Scaffold(lr=0.1)], ids=["SISA", "Scaffold"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [SETTING, SISA(sigma=None, rho=None), Scaffold(lr=0.1)],
+    ids=["SISA", "CalibratedSISA", "Scaffold"],
+)
 def test_server_killed(when, algorithm, tmp_path, monkeypatch):
     reference = run(
         tmp_path / "b",
@@ -135,7 +139,7 @@ def test_server_killed(when, algorithm, tmp_path, monkeypatch):
     assert numbers == list(range(4 if when == "before it saves" else 5, ROUNDS + 1))
     assert all(not entry.absent for entry in again.rounds)
     assert same(again.server, reference.server)
-    kind = "dual" if algorithm is SETTING else "control"
+    kind = "control" if isinstance(algorithm, Scaffold) else "dual"
     assert imbalance(again, tmp_path / "a/clients", kind) < 1e-5
 
 

@@ -12,9 +12,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from tests.federated.flower.fake import SETTING, federation, model, strategy
-from torchpisa.federated import FedAvg, FedNova, Scaffold
+from torchpisa.federated import FedAvg, FedNova, FullGradient, RobustSelection, Scaffold
 from torchpisa.federated.algorithms import Message
-from torchpisa.federated.flower import Screen, arrays
+from torchpisa.federated.flower import NobodyTrainsError, Screen, arrays
 from torchpisa.federated.flower.records import (
     PayloadError,
     read_entry,
@@ -248,13 +248,100 @@ def test_bad_introduction(answer):
     assert sorted(server.clients) == ["0", "2", "3"]
 
 
-def test_screen_follows_a_jump_that_all_share():
+def test_screen_remembers_what_it_rejected():
     screen = Screen(largest=20, rounds=3)
     screen.close([{"delta": 1.0}] * 4)
     assert "more than 20 times the median of 1" in screen.complaint({"delta": 100.0}, [])
     for _ in range(3):
         screen.close([{"delta": 100.0}] * 4)
     assert screen.complaint({"delta": 100.0}, []) is None
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "asked", "outgrown"),
+    [
+        (10, 0, 10, True),
+        (6, 4, 10, True),
+        (5, 5, 10, False),
+        (1, 9, 10, False),
+        (1, 0, 1, False),  # a round of one client
+        (1, 0, 10, False),  # the others do not answer
+        (5, 0, 10, False),
+        (2, 0, 2, True),
+        (0, 0, 0, False),
+    ],
+)
+def test_a_majority_of_those_asked_outgrows_the_screen(large, small, asked, outgrown):
+    screen = Screen()
+    screen.close([{"moved": 1.0, "control": 5.0}] * 10)
+    seen = [{"moved": 10.0, "control": 5.0}] * large + [{"moved": 1.0, "control": 5.0}] * small
+    assert screen.outgrown(seen, asked) is outgrown
+
+
+def test_nothing_outgrows_the_ceiling_or_an_empty_history():
+    screen = Screen(ceiling=1e3)
+    assert not screen.outgrown([{"delta": 10.0}] * 4, 4)
+    screen.close([{"delta": 1.0}] * 4)
+    assert screen.outgrown([{"delta": 999.0}] * 4, 4)
+    assert not screen.outgrown([{"delta": 1001.0}] * 4, 4)
+    assert not screen.outgrown([{"delta": math.nan}] * 4, 4)
+
+
+def warm_up(iteration):
+    """Raise the learning rate twentyfold after three rounds."""
+    return 0.05 if iteration < 3 else 1.0
+
+
+WARMED_UP = FedAvg(lr=0.2, lr_decay=warm_up, local=FullGradient(2))
+
+
+def moved_further(factor):
+    """Return a forgery of FedAvg's movement."""
+
+    def forge(content):
+        content["moved"][FLAT] = Array(content["moved"][FLAT].numpy() * np.float32(factor))
+
+    return forge
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_jump_that_all_clients_share_is_no_attack(judged, tmp_path, caplog):
+    """The round after it, and a restart, go on from there; one that jumps further is rejected."""
+    options = {"algorithm": WARMED_UP, "robust": RobustSelection() if judged else None}
+    grid, server = federation(None, algorithm=WARMED_UP), strategy(tmp_path / "a", **options)
+    grid.tricks[1] = forged(moved_further(100), (3, 4))
+    server.start(grid, arrays(model()), 4)
+    assert [sorted(entry.rejected) for entry in server.rounds] == [[], [], [], ["1"]]
+    assert [len(entry.present) for entry in server.rounds] == [4, 4, 4, 3]
+    assert "most updates of round 4 are more than 3 times as large" in caplog.text
+    restarted = strategy(tmp_path / "a", **options)
+    restarted.start(grid, arrays(model()), 6)
+    assert [sorted(entry.rejected) for entry in restarted.rounds] == [["1"], []]
+    assert caplog.text.count("most updates") == 1
+
+
+@pytest.mark.parametrize("others", ["there", "away", "lost"])
+def test_one_client_cannot_make_the_screen_forget(others, tmp_path):
+    """Not while the others train, nor when it is alone online, nor when theirs get lost."""
+    grid, server = federation(None), strategy(tmp_path / "a", clients=4)
+    grid.tricks[1] = forged(scaled(100), range(3, 10))
+
+    def evaluate(number, _):
+        if number == 3 and others == "away":
+            grid.offline = {0, 2, 3}
+        if number == 3 and others == "lost":
+            grid.tricks |= {node: lambda message, answer: None for node in (0, 2, 3)}
+
+    def go():
+        server.start(grid, arrays(model()), 5, evaluate_fn=evaluate)
+
+    if others == "there":
+        go()
+    else:
+        with pytest.raises((NobodyTrainsError, TimeoutError), match="times the median"):
+            go()
+    assert all("1" in entry.rejected for entry in server.rounds[3:])
+    assert all("1" not in entry.present for entry in server.rounds[3:])
 
 
 def test_screen_with_few_clients():

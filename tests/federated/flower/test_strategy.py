@@ -40,6 +40,7 @@ ALGORITHMS = [
     FedProx(lr=0.1, mu=0.1),
     FedNova(lr=0.1, momentum=0.5),
     Scaffold(lr=0.1),
+    SISA(sigma=None, rho=None),
 ]
 # What is new about each: memory and messages with scalars, buffers of the server, local starts.
 RIVALS = [

@@ -216,5 +216,7 @@ def test_what_is_refused() -> None:
         Simulation(straight(), clients, SISA(), privacy=privacy, robust=RobustSelection())
     with pytest.raises(ValueError, match="whose updates can be clipped, got FedADMM"):
         Simulation(straight(), clients, FedADMM(lr=0.1, rho=1.0), privacy=privacy)
+    with pytest.raises(ValueError, match=r"got SISA: .* or decides sigma"):
+        Simulation(straight(), clients, SISA(sigma=None), privacy=privacy)
     with pytest.raises(ValueError, match="delta must be"):
         GaussianNoise(1.0, 1.0, delta=1.0)

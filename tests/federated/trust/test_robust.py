@@ -126,6 +126,7 @@ def test_arguments(options: dict[str, object], message: str) -> None:
 
 ALGORITHMS = (
     SISA(sigma=2.0, rho=1.0),
+    SISA(sigma=None, rho=None),
     MISA(sigma=1.0, rho=2.0, momentum=0.5),
     FedAvg(lr=0.3, local=FullGradient()),
     Scaffold(lr=0.2, local=FullGradient(2)),

@@ -167,6 +167,10 @@ class Algorithm(ABC):
         """Return the numbers of an update after `steps` local steps; a server can tell, too."""
         return {}
 
+    def numbers_of(self, tensors: Fields, steps: Tensor) -> dict[str, Scalar]:
+        """Return the numbers of an update with these tensors; a server can tell, too."""
+        return self.numbers_after(steps)
+
     # A client
 
     def remember(self, weights: Tensors) -> Fields:

@@ -50,6 +50,11 @@ __all__ = ["MISA", "PISA", "SISA", "LocalMISA"]
 _LEAST_SIGMA = 1e-12
 """Where the first gradients vanish, since zero means that sigma is not known."""
 
+_SIGMA_PER_GRADIENT, _RHO_PER_ROOT, _FIRST_SHARE = 2.0, 1.3, 0.3
+"""How SISA's sigma follows from the norms of gradients and its rho from the number of weights, and
+the part of the first gradients that enters the duals: all of it would be too much where gradients
+are noisy. benchmarks/first_round.py measures them."""
+
 _NOT_STATE = {"moved", "delta", "step", "before"}
 """Variables of a local run that are not the preconditioner's."""
 
@@ -86,7 +91,8 @@ class Penalised(Algorithm):
     def start(self, weights: Tensors) -> ServerState:
         if not self.needs_loss:
             self.solver().check(list(weights.values()))
-        return ServerState(weights, {"dual": zeros(weights)}, {"sigma": self.sigma})
+        # Zero stands for a sigma that the first round will tell.
+        return ServerState(weights, {"dual": zeros(weights)}, {"sigma": self.sigma or 0.0})
 
     def open(self, server: ServerState) -> ServerState:
         """Grow sigma by equation (2.12)."""
@@ -195,7 +201,8 @@ class Penalised(Algorithm):
             local = pisa.local_step_of_delta(memory["dual"][name], delta)
             duals[name], deltas[name] = local.dual, local.delta
         state = {kind: tensors for kind, tensors in carry.items() if kind not in ("moved", "delta")}
-        return Message({"delta": deltas}, self.numbers_after(steps)), {"dual": duals, **state}
+        tensors = {"delta": deltas}
+        return Message(tensors, self.numbers_of(tensors, steps)), {"dual": duals, **state}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +255,12 @@ class SISA(Penalised):
 
     Args:
         sigma: \(\sigma^0 > 0\), the penalty: 1/sigma is the step that a constant gradient ends up
-            with. Too small a value diverges, too large a one is slow.
-        rho: \(\rho \ge 0\), the weight of the second moment.
+            with. Too small a value diverges, too large a one is slow. It is on the scale of the
+            loss. None takes twice the root mean square, over the clients of the first round, of
+            the norms of their gradients. In that round a client's update is a part of its
+            gradient. Every update has its own squared norm beside it, so that sums are enough.
+        rho: \(\rho \ge 0\), the weight of the second moment. None takes 1.3 times the root of the
+            number of weights.
         lr: relative learning rate, a number or a function of the round such as `LinearDecay`: it
             divides sigma and rho alike, and so multiplies the step.
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
@@ -263,19 +274,67 @@ class SISA(Penalised):
         eps: added to \(\sqrt{m_i}\); 0 in the paper.
     """
 
-    sigma: float = 5.0
-    rho: float = 1.0
+    sigma: float | None = 5.0  # type: ignore[assignment]
+    rho: float | None = 1.0  # type: ignore[assignment]
     scheme: Scheme = "adam"
     beta: float = 0.999
     eta: float = math.inf
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.solver()  # checks scheme, beta, eta and eps
+        if self.sigma is None:
+            replace(self, sigma=1.0)  # checks the others
+        elif self.rho is None:
+            replace(self, rho=1.0)
+        else:
+            super().__post_init__()
+            self.solver()  # checks scheme, beta, eta and eps
 
     def solver(self) -> SecondMoment:
         return SecondMoment(self.scheme, self.beta, self.eta, self.eps)
+
+    @property
+    def clippable(self) -> bool:
+        return self.sigma is not None  # clipped updates would not tell the size of gradients
+
+    # The server: with sigma=None its sigma is 0 until clients have told the size of their
+    # gradients. Until then nobody moves, and part of the gradient enters the duals.
+
+    def broadcast(self, server: ServerState) -> Message:
+        tensors, numbers = super().broadcast(server)
+        if self.rho is None:
+            count = sum(w.numel() for w in server.weights.values())
+            numbers = {**numbers, "rho": _RHO_PER_ROOT * math.sqrt(count)}
+        if self.sigma is None:
+            known = server.numbers["sigma"] > 0
+            first = {"sigma": 1.0, "rho": 0.0, "lr": 0.0, "share": _FIRST_SHARE}
+            numbers = {**numbers, "share": 1.0} if known else first
+        return Message(tensors, numbers)
+
+    def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
+        if server.numbers["sigma"] == 0:
+            mean_square = float(total.numbers["square"]) / float(present)
+            if mean_square == 0:  # the next round may tell
+                return self.skip(server)
+            sigma = _SIGMA_PER_GRADIENT / _FIRST_SHARE * math.sqrt(mean_square)
+            server = replace(server, numbers={"sigma": sigma})
+        return super().close(server, total, present)
+
+    def numbers_of(self, tensors: Fields, steps: Tensor) -> dict[str, Scalar]:
+        if self.sigma is not None:
+            return {}
+        squares = [delta.double().square().sum() for delta in tensors["delta"].values()]
+        return {"square": torch.stack(squares).sum()}
+
+    # A client
+
+    def finish(
+        self, down: Message, memory: Fields, carry: Fields, steps: Tensor
+    ) -> tuple[Message, Fields]:
+        if self.sigma is None:
+            share = down.numbers["share"]
+            carry = {**carry, "delta": {n: share * delta for n, delta in carry["delta"].items()}}
+        return super().finish(down, memory, carry, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,10 +390,6 @@ class MISA(Penalised):
 
     # The server: its sigma is 0 until the first round with clients has told the scale. Until then
     # clients must not move, and are told a learning rate of zero.
-
-    def start(self, weights: Tensors) -> ServerState:
-        started = super().start(weights)
-        return replace(started, numbers={"sigma": self.sigma or 0.0})
 
     def broadcast(self, server: ServerState) -> Message:
         down = super().broadcast(server)

@@ -69,16 +69,22 @@ class Objective:
                 )
         self.model = model
         self.loss = loss
+        parameters = list(model.named_parameters(remove_duplicate=False))
+        # Looking for tied weights in every call would take longer than a small layer.
+        self._tied = len(parameters) > len({id(p) for _, p in parameters})
 
     def losses(self, weights: Tensors, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return one loss per sample."""
         return self._evaluate(weights, inputs, targets)[1]
 
-    def gradient(self, weights: Tensors, inputs: Tensor, targets: Tensor) -> Tensors:
-        """Return the gradient of the sum of the losses; zero for a parameter without influence."""
+    def gradient(self, weights: Tensors, inputs: Tensor, targets: Tensor, count: int) -> Tensors:
+        """Return the part of these samples in the gradient of the mean loss over `count`.
+
+        It is zero for a parameter without influence.
+        """
         point = {name: w.detach().requires_grad_() for name, w in weights.items()}
-        total = self.losses(point, inputs, targets).sum()
-        return self._differentiate(total, point)
+        loss = self.losses(point, inputs, targets).sum() / count
+        return self._differentiate(loss, point)
 
     def gradient_and_graph(
         self, weights: Tensors, inputs: Tensor, targets: Tensor
@@ -90,7 +96,7 @@ class Objective:
         return self._differentiate(loss, point, retain_graph=True), point, LossGraph(loss, outputs)
 
     def _evaluate(self, weights: Tensors, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = torch.func.functional_call(self.model, weights, (inputs,))
+        outputs = torch.func.functional_call(self.model, weights, (inputs,), tie_weights=self._tied)
         losses = self.loss(outputs, targets)
         if losses.shape != targets.shape[:1]:
             raise LossError(

@@ -52,7 +52,8 @@ class RoundAggregation:
     """The updates of one round, checked and summed up.
 
     The sum is kept in float64, so that the order of arrival does not show in float32. Updates are
-    added as they arrive and forgotten, unless the screen has nothing to compare them with yet.
+    added as they arrive and forgotten, unless the screen has nothing to compare them with yet or
+    finds them too large; those are judged again when all have arrived.
 
     Args:
         algorithm: the algorithm.
@@ -97,6 +98,7 @@ class RoundAggregation:
         self._total: Message | None = None
         self._sizes: dict[str, Sizes] = {}
         self._held_back: dict[str, Message] = {}
+        self._too_large: dict[str, Message] = {}  # unless most are
         self._planned: dict[str, torch.Tensor] = {}
         self.metrics: dict[str, int | float] = {"bytes-up": 0, "gradients": 0, "samples": 0}
 
@@ -150,8 +152,10 @@ class RoundAggregation:
             self._standings[name] = standing
         if self._judge is not None or not self._screen.has_history:
             self._held_back[name] = update
-        elif self._passes_screen(name):
+        elif self._complaint(name) is None:
             self._add(name, update)
+        else:
+            self._too_large[name] = update
 
     def _read_update(self, name: str, content: flwr.app.RecordDict, counting: range) -> Message:
         iteration = int(read_entry(content, "iteration", int))
@@ -167,23 +171,21 @@ class RoundAggregation:
             raise PayloadError(
                 f"numbers must be {list(self._template.numbers)}, got {list(received)}"
             )
-        expected = {
-            key: float(value)
-            for key, value in self._algorithm.numbers_after(self._local_steps(name)).items()
-        }
+        fields = read_fields(content, self._template.tensors)
+        for kind, tensors in fields.items():
+            for key, tensor in tensors.items():
+                if not tensor.isfinite().all():
+                    raise PayloadError(f"{kind} of {key!r} is not finite")
+        numbers = self._algorithm.numbers_of(fields, self._local_steps(name))
+        expected = {key: float(value) for key, value in numbers.items()}
         for key, value in expected.items():
             if not math.isclose(received[key], value, rel_tol=1e-6):
                 raise PayloadError(
                     f"{key!r} must be {value:g} for {self._samples[name]} samples, "
                     f"got {received[key]}"
                 )
-        update = Message(read_fields(content, self._template.tensors), expected)
-        for kind, tensors in update.tensors.items():
-            for key, tensor in tensors.items():
-                if not tensor.isfinite().all():
-                    raise PayloadError(f"{kind} of {key!r} is not finite")
         self._count_work(content)
-        return update
+        return Message(fields, expected)
 
     def _local_steps(self, name: str) -> torch.Tensor:
         """Return a client's number of local steps, which follows from that of its samples."""
@@ -198,9 +200,11 @@ class RoundAggregation:
         for key in ("gradients", "samples"):
             self.metrics[key] += max(0, int(read_entry(content, key, int)))
 
+    def _complaint(self, name: str) -> str | None:
+        return self._screen.complaint(self._sizes[name], list(self._sizes.values()), self._scale)
+
     def _passes_screen(self, name: str) -> bool:
-        seen = list(self._sizes.values())
-        complaint = self._screen.complaint(self._sizes[name], seen, self._scale)
+        complaint = self._complaint(name)
         if complaint is not None:
             self._reject(name, complaint)
         return complaint is None
@@ -222,8 +226,21 @@ class RoundAggregation:
         _log.warning("the update of client %r is rejected: %s", name, reason)
         self.rejected[name] = reason
 
-    def close(self) -> tuple[Message | None, float]:
-        """Return the sum of the accepted updates times their shares, and the sum of the shares."""
+    def close(self, asked: int) -> tuple[Message | None, float]:
+        """Return the sum of the accepted updates times their shares, and the sum of the shares.
+
+        Args:
+            asked: how many clients were asked for an update, those without an answer included.
+        """
+        if self._screen.outgrown(list(self._sizes.values()), asked, self._scale):
+            _log.warning(
+                "most updates of round %d are more than %g times as large as those of recent "
+                "rounds: they are compared with each other only",
+                *(self._server.iteration + 1, self._screen.largest),
+            )
+            self._screen.forget()
+        self._held_back |= self._too_large
+        self._too_large.clear()
         passed = [name for name in self._held_back if self._passes_screen(name)]
         if self._judge is not None:
             standings = {name: self._standings[name] for name in passed}

@@ -20,10 +20,14 @@ class Screen:
     Names, shapes, dtypes and finiteness of an update are checked anyway. What is measured is the
     norm of the dual that an update would leave the client with (Scaffold: the control variate;
     FedAvg, FedProx, FedNova: the movement). It is compared with the median over the updates of
-    this round and of recent ones: all that arrived, since a jump that most clients share is not
-    an attack. Of an even number, the lower one is the median, so that one sane client of two is
-    enough. As long as there are no recent ones, updates are held back until all have arrived or
-    the deadline has passed; later ones are judged, and summed up, as they arrive.
+    this round and of recent ones: all that arrived. Of an even number, the lower one is the median,
+    so that one sane client of two is enough. As long as there are no recent ones, updates are held
+    back until all have arrived or the deadline has passed; later ones are judged, and summed up, as
+    they arrive.
+
+    A jump that most clients share is not an attack: when more than half of those asked, and at
+    least two, are too large beside recent rounds, because a schedule has raised `lr` for instance,
+    recent rounds are forgotten and the updates are compared with each other.
 
     A majority of clients that lie, or a lie within the limits, is not found out. But the dual of
     a client that lies in every round is never larger than `largest` times that of an honest one.
@@ -79,6 +83,26 @@ class Screen:
                     f"of {middle:.3g}"
                 )
         return None
+
+    def outgrown(self, seen: list[Sizes], asked: int, weight_scale: float = 1.0) -> bool:
+        """Return True if most updates of a round are too large for recent rounds.
+
+        Args:
+            seen: sizes that arrived in the round.
+            asked: how many clients were asked for an update, those without an answer included. A
+                majority of the answers alone could be one client's, while the others are away.
+            weight_scale: what the ceiling is a multiple of.
+        """
+        ceiling = self.ceiling * weight_scale
+        larger = sum(
+            max(size.values()) <= ceiling and self.complaint(size, [], weight_scale) is not None
+            for size in seen
+        )
+        return larger >= 2 and larger > asked / 2
+
+    def forget(self) -> None:
+        """Forget recent rounds, after which sizes are compared within the round only."""
+        self._recent.clear()
 
     def close(self, seen: list[Sizes]) -> None:
         """Remember the sizes of a round."""

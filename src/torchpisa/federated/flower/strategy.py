@@ -531,7 +531,7 @@ class FederatedStrategy(Strategy):
             oldest = min(self._oldest_that_counts(asked.client), asked.iteration)
             aggregation.receive(asked.client, reply, range(oldest, asked.iteration + 1))
             self._usable = aggregation.usable
-        total, share = aggregation.close()
+        total, share = aggregation.close(len(self._asked))
         if total is not None:
             self._server = self.algorithm.close(self._opened, total, share)
             self._require_finite()

@@ -126,8 +126,9 @@ class GaussianNoise:
         if not algorithm.clippable:
             raise ValueError(
                 "algorithm must be one whose updates can be clipped, got "
-                f"{type(algorithm).__name__}: the first update of a client holds its weights. Use "
-                "FedDyn, FedPD or PISA with privacy=GaussianNoise(clip, noise)"
+                f"{type(algorithm).__name__}: the first update of a client holds its weights, or "
+                "decides sigma. Use FedDyn, FedPD, PISA or SISA with a sigma together with "
+                "privacy=GaussianNoise(clip, noise)"
             )
 
     def protect(
