@@ -344,11 +344,11 @@ def _through_stage(
 
 def _average(job: ConsensusJob, duals: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
     """Update the duals, and return r and U."""
-    kept = job.settings["momentum"]
+    momentum = job.settings["momentum"]
     moved = like(duals, grads[0].dtype)
     rs = torch._foreach_add(moved, grads)
-    us = torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (kept - 1))
-    torch._foreach_add_(moved, rs, alpha=kept - 1)
+    us = torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (momentum - 1))
+    torch._foreach_add_(moved, rs, alpha=momentum - 1)
     write_back(duals, moved, job.settings["stochastic_rounding"])
     return rs, us
 
@@ -475,15 +475,15 @@ def _row_squares(
 ) -> list[Tensor]:
     """Return the mean square of each row, also where columns are elsewhere."""
     count = job.settings["blocks"]
-    kept = [2 if is_stack(member.origin, count) else 1 for member in members]
+    leading = [2 if is_stack(member.origin, count) else 1 for member in members]
     squares = [
         torch.linalg.vector_norm(o.flatten(dims), dim=-1).square()
-        for o, dims in zip(os, kept, strict=True)
+        for o, dims in zip(os, leading, strict=True)
     ]
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
-        pairs = zip(members, kept, strict=True)
+        pairs = zip(members, leading, strict=True)
         over = [dtensor.groups_of_parts(member.origin, dims) for member, dims in pairs]
         squares = dtensor.summed_together(squares, over)
     columns = [block_shape(member.origin, count)[1] for member in members]

@@ -73,7 +73,7 @@ def verdict(
         if some and not over and type(some[0].origin) not in _PLAIN:
             over = dtensor.groups([member.origin for member in some])
     searching = False
-    deferred, rest = [], []
+    deferred, unchecked = [], []
     for some, kernel in zip(members, kernels, strict=True):
         later = found_inf is None and mode == "raise" and not over and _can_wait(some, kernel)
         deferred.append(later)
@@ -83,10 +83,10 @@ def verdict(
                 grad = member.grad
                 if grad is not None and grad.numel():
                     plain = type(grad) is Tensor and not grad.is_complex()
-                    rest.append(grad if plain else real(dtensor.local(grad)))
+                    unchecked.append(grad if plain else real(dtensor.local(grad)))
     if found_inf is None and mode == "raise":
         bad = []
-        if rest and _any_nonfinite(rest):
+        if unchecked and _any_nonfinite(unchecked):
             everyone = [member for some in members for member in some]
             bad = [member.origin for member in everyone if not _is_finite(member.grad)]
         is_bad = bool(bad)
@@ -105,8 +105,8 @@ def verdict(
             if isinstance(kernel, Plan)
             for flag in kernel.any_nonfinite()
         ]
-        if rest:
-            flags.append(_any_nonfinite(rest))
+        if unchecked:
+            flags.append(_any_nonfinite(unchecked))
         if not flags and not over:
             return Verdict()
         bad_batch = torch.zeros((), dtype=torch.bool, device=home)
