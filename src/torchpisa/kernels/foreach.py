@@ -129,10 +129,9 @@ class Foreach:
             if move.proximal is not None:
                 _move(move, alike, params, totals, scales)
                 continue
-            for block in blocks([totals, params]):
-                columns = block.gather()
-                _move(move, alike, columns[1], columns[0], *block.pick(scales))
-                block.store(columns)
+            for block in blocks([totals, params], stack=False):  # for one or two operations
+                sums, some = block.pieces
+                _move(move, alike, some, sums, *block.pick(scales))
 
 
 FOREACH = Foreach()
@@ -447,7 +446,7 @@ class Block(NamedTuple):
         return picked
 
 
-def blocks(columns: Sequence[Tensors]) -> list[Block]:
+def blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Block]:
     """Return the tensors in all columns, or corresponding pieces of them, in blocks.
 
     Those that stack come first.
@@ -455,6 +454,7 @@ def blocks(columns: Sequence[Tensors]) -> list[Block]:
     Args:
         columns: gradients, parameters and so on, in the same order; of one device. The first is
             only read.
+        stack: whether small ones may be stacked, which pays for half a dozen operations.
     """
     first = columns[0]
     sizes = list(map(Tensor.numel, first))
@@ -464,7 +464,7 @@ def blocks(columns: Sequence[Tensors]) -> list[Block]:
     others: list[int] = []
     by_shape: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(first):
-        if sizes[index] <= _SMALL:
+        if stack and sizes[index] <= _SMALL:
             by_shape.setdefault(tensor.shape, []).append(index)
         else:
             others.append(index)
