@@ -1,5 +1,6 @@
 """The examples under torchrun: they learn, resume to the last bit, and say what they cannot do."""
 
+import json
 import re
 import shutil
 import sys
@@ -81,20 +82,47 @@ def test_runs_alone(options: list[str], tmp_path: Path) -> None:
     assert f"{rest[1]}: " in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("ddp", ["--steps", "0"], "argument --steps: must be a whole number >= 1, got '0'"),
-        ("ddp", ["--optimizer", "adamw", "--checkpoint", "x"], "--checkpoint and --reduce-dtype"),
-        ("ddp", ["--text", "CITATION.cff"], "--text must have more than 2048 bytes, got "),
-        ("hsdp", ["--replicas", "3"], "--replicas must divide the number of processes 1, got 3"),
-    ],
-)
-def test_bad_options_are_refused(name: str, options: list[str], message: str) -> None:
-    done = run(sys.executable, EXAMPLES / f"{name}.py", *options)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"{name}.py: error: {message}")
-    assert not done.stdout
+REFUSED = [
+    ("ddp", ["--steps", "0"], "argument --steps: must be a whole number >= 1, got '0'"),
+    ("ddp", ["--optimizer", "adamw", "--checkpoint", "x"], "--checkpoint and --reduce-dtype"),
+    ("ddp", ["--text", "CITATION.cff"], "--text must have more than 2048 bytes, got "),
+    ("hsdp", ["--replicas", "3"], "--replicas must divide the number of processes 1, got 3"),
+]
+
+# Importing torch takes longer than refusing, so it is imported once, in the process that forks.
+FORK = """
+import json, os, runpy, sys
+import torch, torchpisa.distributed
+
+for script, options, *files in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        for stream, file in zip((1, 2), files):
+            os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), stream)
+        sys.argv = [script, *options]
+        sys.path.insert(0, os.path.dirname(script))
+        runpy.run_path(script, run_name="__main__")
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_bad_options_are_refused(tmp_path: Path) -> None:
+    cases = [
+        [
+            str(EXAMPLES / f"{name}.py"),
+            options,
+            *(str(tmp_path / f"{i}.{x}") for x in ("out", "err")),
+        ]
+        for i, (name, options, _) in enumerate(REFUSED)
+    ]
+    done = run(sys.executable, "-c", FORK, json.dumps(cases))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2"] * len(REFUSED)
+    for i, (name, _, message) in enumerate(REFUSED):
+        stdout, stderr = ((tmp_path / f"{i}.{x}").read_text() for x in ("out", "err"))
+        assert stderr.startswith(f"{name}.py: error: {message}")
+        assert not stdout
 
 
 def test_several_processes_complain_once() -> None:

@@ -84,11 +84,11 @@ def test_wrong_arguments_raise_at_once():
         PISAOptimizerFactory("sisa")
 
 
-WITHOUT = """
-import sys
+ALONE = """
+import sys, torchpisa, torchpisa.integrations, recipes.__main__
+print(sorted({"tianshou", "gymnasium", "mujoco", "numba"} & set(sys.modules)))
 
 sys.modules["tianshou"] = None  # importing it raises ModuleNotFoundError
-import torchpisa, torchpisa.integrations
 try:
     import torchpisa.integrations.tianshou
 except ModuleNotFoundError as error:
@@ -96,23 +96,11 @@ except ModuleNotFoundError as error:
 """
 
 
-def test_without_tianshou_the_error_says_what_to_install():
-    found = subprocess.run(
-        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True, timeout=60
+def test_tianshou_is_not_imported_unasked_and_the_error_says_what_to_install():
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=60
     )
-    assert found.stdout.strip() == (
-        "torchpisa.integrations.tianshou needs Tianshou 2: pip install 'torchpisa[rl]'"
-    )
-
-
-UNASKED = """
-import sys, torchpisa, torchpisa.integrations, recipes.__main__
-print(sorted({"tianshou", "gymnasium", "mujoco", "numba"} & set(sys.modules)))
-"""
-
-
-def test_tianshou_is_not_imported_unasked():
-    found = subprocess.run(
-        [sys.executable, "-c", UNASKED], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert found.stdout.strip() == "[]"
+    assert done.stdout.splitlines() == [
+        "[]",
+        "torchpisa.integrations.tianshou needs Tianshou 2: pip install 'torchpisa[rl]'",
+    ]

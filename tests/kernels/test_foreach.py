@@ -70,9 +70,11 @@ misa = st.tuples(
         }
     ),
 )
-tensors = st.lists(
-    st.tuples(st.sampled_from(SHAPES), st.sampled_from(list(TOLERANCE))), min_size=1, max_size=5
-)
+shapes_and_dtypes = st.tuples(st.sampled_from(SHAPES), st.sampled_from(list(TOLERANCE)))
+# Of a dozen of one kind, foreach steps copies in one tensor.
+tensors = st.lists(shapes_and_dtypes, min_size=1, max_size=5) | st.tuples(
+    shapes_and_dtypes, shapes_and_dtypes
+).map(lambda pair: [pair[0], *[pair[1]] * 12])
 
 
 @settings(max_examples=120, deadline=None)
@@ -97,7 +99,7 @@ def test_foreach_equals_loop(kind, common, tensors, seed):
         # Rounding is relative to where the weights have been, not to where they happen to end.
         largest = [float(p.detach().abs().max()) if p.numel() else 0.0 for p in params]
         opt = cls(params, foreach=foreach, **own, **common)
-        for _ in range(20):
+        for _ in range(12):
             for p in params:
                 noise = torch.randn(p.shape, dtype=p.dtype, generator=generator)
                 missing = torch.rand((), generator=generator) < 0.15
@@ -146,8 +148,14 @@ def test_foreach_leaves_the_gradients_alone():
 
 
 LARGE = [(3,), (70_000,), (5, 4), (40_000,), (30_000,), (300, 300), (7,), (2, 33_000)]
+MIXES = {
+    "large": LARGE,
+    "some stacked": [(6, 5), (6, 5), *LARGE, *[(6, 5)] * 12],
+    "all stacked": [(1000,)] * 70,  # too many for one block
+}
 
 
+@pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize(
     ("cls", "own"),
@@ -160,22 +168,66 @@ LARGE = [(3,), (70_000,), (5, 4), (40_000,), (30_000,), (300, 300), (7,), (2, 33
         (MISA, {"ns_dtype": None}),
     ],
 )
-def test_blocks_of_large_and_small_tensors_equal_the_loop(cls, own, batches):
-    """On a CPU large tensors are cut and small ones joined, in whatever order they come."""
+def test_blocks_of_large_and_small_tensors_equal_the_loop(cls, own, batches, mix):
+    """On a CPU large tensors are cut and small ones stacked, in whatever order they come."""
     ends = []
     for foreach in (False, True):
         generator = torch.Generator().manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in LARGE]
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in MIXES[mix]]
         opt = cls(params, foreach=foreach, batches=batches, **own)
         for step in range(4):
             for number, p in enumerate(params):
                 p.grad = torch.randn(p.shape, generator=generator) + p.detach()
-                if number == 5:  # not contiguous
+                if p.dim() == 2 and number % 7 == 5:  # not contiguous
                     p.grad = p.grad.t().contiguous().t()
                 if number == step:  # so that counters differ
                     p.grad = None
             opt.step()
         opt.flush()
         ends.append(params)
+    for p, q in zip(*ends, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("own", [{}, {"sigma": 0.5, "rho": 10.0}, {"batches": 2}])
+def test_stacked_tensors_are_stepped_in_place(own):
+    """Whoever holds a parameter or a part of its state sees what a step makes of it."""
+    params = [nn.Parameter(torch.randn(50)) for _ in range(12)]
+    opt = SISA(params, foreach=True, **own)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn(50)
+        opt.step()
+    before = [dict(opt.state[p]) for p in params]
+    versions = [p._version for p in params]
+    for _ in range(2):
+        opt.step()
+    for p, held, version in zip(params, before, versions, strict=True):
+        assert p._version > version  # autograd is told
+        for key, value in opt.state[p].items():
+            assert key == "arrived" or value is held[key]
+
+
+def test_a_stacked_tensor_may_be_replaced_between_steps():
+    """Nothing is remembered: gradients, state and groups are taken as they are in each step."""
+    ends = []
+    for foreach in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(20, generator=generator)) for _ in range(12)]
+        later = nn.Parameter(torch.randn(20, generator=generator))
+        opt = SISA(params, foreach=foreach)
+        for step in range(6):
+            for number, p in enumerate([*params, later]):
+                grad = torch.randn(20, generator=generator)
+                p.grad = None if number == step else grad
+            if step == 2:
+                opt.add_param_group({"params": [later]})
+            if step == 3:
+                opt.load_state_dict(opt.state_dict())
+            if step == 4:
+                opt.state[params[0]]["dual.0"] = torch.full((20,), 0.5)
+                opt.param_groups[0]["lr"] = 0.01
+            opt.step()
+        ends.append([*params, later])
     for p, q in zip(*ends, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -38,15 +38,21 @@ def train(names: list[str]) -> dict[str, list[dict[str, Any]]]:
     return {name: list(run(CONFIG, runs[name], device="cpu")) for name in names}
 
 
-def test_two_processes_have_the_losses_of_one() -> None:
+@pytest.fixture(scope="module")
+def together() -> list[dict[str, list[dict[str, Any]]]]:
+    """Return the lines of all trials from each of two processes."""
+    return list(processes.run(train, 2, list(plan(CONFIG))))
+
+
+def test_two_processes_have_the_losses_of_one(together: Any) -> None:
     names = list(plan(CONFIG))
     alone = train(names)
-    for together in processes.run(train, 2, names):
+    for of_rank in together:
         for name in names:
             for key in ("loss", "val_loss", "test_loss"):
                 expected = [line[key] for line in alone[name] if line[key] is not None]
-                found = [line[key] for line in together[name] if line[key] is not None]
-                assert found == pytest.approx(expected, rel=1e-4)
+                losses = [line[key] for line in of_rank[name] if line[key] is not None]
+                assert losses == pytest.approx(expected, rel=1e-4)
 
 
 def interrupt(folder: str) -> list[dict[str, Any]]:
@@ -59,8 +65,8 @@ def interrupt(folder: str) -> list[dict[str, Any]]:
     return list(run(CONFIG, settings, device="cpu", checkpoints=folder))
 
 
-def test_resumed_processes_are_bit_equal(tmp_path: Path) -> None:
-    whole, _ = processes.run(train, 2, ["nsisa_nodes_m4_seed0"])
+def test_resumed_processes_are_bit_equal(together: Any, tmp_path: Path) -> None:
+    whole, _ = together
     resumed, _ = processes.run(interrupt, 2, str(tmp_path))
     losses = [line["val_loss"] for line in resumed]
     assert losses == [line["val_loss"] for line in whole["nsisa_nodes_m4_seed0"]]

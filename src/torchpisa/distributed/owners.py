@@ -584,11 +584,11 @@ class _Exchange:
         for matrix in matrices:
             results = self._results[matrix.position]
             for place, piece in enumerate(self._pieces(matrix, self._returned, self._rank)):
-                found = next(arrived).view(piece.shape)
+                received = next(arrived).view(piece.shape)
                 if self._blocks == 1:
-                    results[place] = found
+                    results[place] = received
                 else:
-                    piece.of_part(results[place]).copy_(found)
+                    piece.of_part(results[place]).copy_(received)
 
     def _send(self, parcels: Sequence[Sequence[Tensor]], sizes: list[int]) -> _Travel:
         """Send a list of flat tensors to each process; `sizes` are of what comes from each."""

@@ -326,9 +326,9 @@ class Simulation:
             standings[str(client)] = self.algorithm.standing(server, update, known, steps)
         updates = {str(client): update for client, (_, update, _) in arrived.items()}
         late = {str(client) for client in arrived if client not in running}
-        found = self._judge.rejected(server, updates, standings, late)
-        self.rejected = {int(name): reason for name, reason in found.items()}
-        self._rejections += len(found)
+        rejected = self._judge.rejected(server, updates, standings, late)
+        self.rejected = {int(name): reason for name, reason in rejected.items()}
+        self._rejections += len(rejected)
         for client, (_, update, before) in arrived.items():
             if client in self.rejected:
                 self._memory.save([client], tree_map(lambda t: t[None], before))

@@ -1,7 +1,8 @@
 """The plain loop's mathematics with one call per operation for all parameters of a kind.
 
 On a CPU tensors are cut into pieces, and small ones put together, so that a block is still in the
-cache when the next operation comes to it.
+cache when the next operation comes to it. Where many small ones have one shape, calls cost more
+than the work, and copies of them are stepped in one tensor.
 """
 
 import math
@@ -40,11 +41,14 @@ from torchpisa.state_keys import SlotKeys, slot_keys
 
 __all__ = [
     "FOREACH",
+    "Block",
     "Foreach",
+    "add_one",
     "blocks",
     "knows",
     "leave_out_nonfinite",
     "like",
+    "one_if_equal",
     "scalars",
     "write_back",
 ]
@@ -55,6 +59,16 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 # Elements of a block on a CPU; half a dozen float32 tensors of this size fit in a cache, and more
 # pieces would cost more calls than that saves.
 _CPU_BLOCK = 2**16
+
+# Elements up to which tensors of one shape are stacked on a CPU, where to copy them costs less than
+# the calls that this saves; and how many it takes for that.
+_SMALL = 2**10
+_FEWEST_STACKED = 10
+
+# Blocks whose residuals are kept instead of being computed twice.
+_KEPT_BLOCKS = 2
+
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 _ELEMENTWISE = (Identity, SecondMoment, SpectralConsensus)
 
@@ -82,7 +96,7 @@ class Foreach:
         check_shapes(job.members, keys_shaped_like_params(job.preconditioner, job.slot))
         for members in _alike(job.members, keys.dual):
             steps = [member.state[keys.step] for member in members]
-            torch._foreach_add_(steps, scalars(1.0, steps[0]))
+            add_one(steps)
             if type(job.preconditioner) in _ELEMENTWISE:
                 _elementwise_step(job, members, keys)
             else:
@@ -115,8 +129,9 @@ class Foreach:
             if move.proximal is not None:
                 _move(move, alike, params, totals, scales)
                 continue
-            for indexes, (some, sums) in blocks([params, totals]):
-                _move(move, alike, some, sums, _picked(scales, indexes))
+            for block in blocks([totals, params], stack=False):  # for one or two operations
+                sums, some = block.pieces
+                _move(move, alike, some, sums, *block.pick(scales))
 
 
 FOREACH = Foreach()
@@ -128,57 +143,57 @@ FOREACH = Foreach()
 def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
     """Step parameters whose rule takes each coordinate by itself."""
     rule, move = job.preconditioner, job.move
-    params, duals, moments, pending, steps = [], [], [], [], []
+    duals, moments, targets, steps = [], [], [], []
     for param, _, state, _ in members:
-        params.append(param)
         duals.append(state[keys.dual])
         steps.append(state[keys.step])
         if isinstance(rule, SecondMoment):
             moments.append(state[keys.moment])
-        if move is None:
+        if move is not None:
+            targets.append(param)
+        else:
             if not state["arrived"]:
                 state["pending"].zero_()
-            pending.append(state["pending"])
+            targets.append(state["pending"])
+    param = members[0].param
     dtype = torch.float32
-    if not params[0].dtype == duals[0].dtype == dtype:
-        dtype = compute_dtype(real(params[0]), real(duals[0]))
-    columns = [params, duals, _gradients(job, members, dtype)]
+    if not param.dtype == duals[0].dtype == dtype:
+        dtype = compute_dtype(real(param), real(duals[0]))
+    columns = [_gradients(job, members, dtype), duals, targets]
     if moments:
         columns.append(moments)
-    if pending:
-        columns.append(pending)
-    if params[0].is_complex():
+    if param.is_complex():
         columns = [[real(tensor) for tensor in column] for column in columns]
     whole = move is not None and move.proximal is not None
-    cut = [(range(len(members)), columns)] if whole else list(blocks(columns))
+    cut = [Block(range(len(members)), columns)] if whole else blocks(columns)
     counts: Any = steps
-    if steps[0].device.type == "cpu":
-        counts = _same(list(map(Tensor.item, steps)))
+    if steps[0].is_cpu:
+        counts = one_if_equal(list(map(Tensor.item, steps)))
     ratios: Any
-    scales: Any = None
-    residuals: tuple[Tensor, ...] | None = None
+    scale: Any = None
+    gathered: list[Any] = []
     if job.sigma is None:
-        sigma, residuals = _follow(job, members, keys, cut, counts)
-        ratios = job.rho / sigma
+        sigma, gathered = _follow(job, members, keys, cut, counts)
+        ratios = job.rho * sigma.reciprocal()
         if move is not None:
-            scales = _listed(move.scale(sigma), dtype)
+            scale = move.scale(sigma)
     else:
         ratios = job.rho / job.sigma
         if move is not None:
-            scales = move.scale()
-    factors = None
+            scale = move.scale()
+    factors: tuple[Any, ...] = ()
     if isinstance(rule, SecondMoment):
-        factors = _root_factors(rule, ratios, counts, dtype)
-    for indexes, (ws, stored, grads, *others) in cut:
+        factors = _root_factors(rule, ratios, counts)
+    numbers = _in_dtype([scale, *factors], dtype, cut)
+    for number, block in enumerate(cut):
+        of_block, rs = gathered[number] if gathered else (block.gather(), None)
+        grads, stored, some, *others = of_block
         pis = stored if stored[0].dtype == dtype else like(stored, dtype)
-        rs = _residuals(job, pis, grads) if residuals is None else residuals
+        if rs is None:
+            rs = _residuals(job, pis, grads)
+        scale, *of_roots = block.pick(*numbers)
         if isinstance(rule, SecondMoment):
-            assert factors is not None
-            if not isinstance(indexes, range):
-                factors_here = _RootFactors(*(_picked(each, indexes) for each in factors))
-            else:
-                factors_here = factors
-            _divide_by_roots(rule, rs, others[0], factors_here, job.stochastic_rounding)
+            _divide_by_roots(rule, rs, others[0], _RootFactors(*of_roots), job.stochastic_rounding)
         elif isinstance(rule, SpectralConsensus):
             torch._foreach_mul_(rs, rule.momentum - 1)
         else:
@@ -187,20 +202,20 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         torch._foreach_add_(pis, rs)
         torch._foreach_add_(rs, pis)
         if move is None:
-            _accumulate(job, others[-1], rs)
+            _accumulate(job, some, rs)
         else:
-            some = scales if isinstance(indexes, range) else _picked(scales, indexes)
-            _move(move, members, ws, rs, some, ours=True)
+            _move(move, members, some, rs, scale, ours=True)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
         if pis is not stored:
             write_back(stored, pis, job.stochastic_rounding)
+        block.store(of_block)
 
 
 class _RootFactors(NamedTuple):
     """What a root of the second moment becomes: delta = r / (scale min(root, cap) + shift).
 
-    Each is one number, or a list with one for each parameter.
+    Each is one number, or one for each parameter in a list or a tensor.
     """
 
     scale: Any
@@ -208,14 +223,13 @@ class _RootFactors(NamedTuple):
     cap: Any
 
 
-def _root_factors(rule: SecondMoment, ratios: Any, counts: Any, dtype: torch.dtype) -> _RootFactors:
+def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
     """Return delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)) in terms of the uncorrected root.
 
     Args:
         rule: the preconditioner.
         ratios: rho / sigma, a number or a tensor with one for each parameter.
         counts: how often moments were updated: a number, or a list with one for each parameter.
-        dtype: of the roots.
     """
     # The bias correction of Scheme III goes into the numbers instead of over the tensors.
     adam = rule.scheme == "adam"
@@ -224,11 +238,9 @@ def _root_factors(rule: SecondMoment, ratios: Any, counts: Any, dtype: torch.dty
         steps = _in_one_tensor(counts, ratios)
         correction = (1 - rule.beta**steps) ** 0.5 if adam else 1.0
         return _RootFactors(
-            scale=_listed(-ratios / correction, dtype),
-            shift=-1.0 if rule.eps == 0 else _listed(-(1 + ratios * rule.eps), dtype),
-            cap=None
-            if rule.eta == math.inf
-            else _listed(rule.eta * correction + 0 * ratios, dtype),
+            scale=ratios / -correction,
+            shift=-1.0 if rule.eps == 0 else -(1 + ratios * rule.eps),
+            cap=math.inf if rule.eta == math.inf else rule.eta * correction + 0 * ratios,
         )
     shift = -(1 + ratios * rule.eps)
     if not isinstance(counts, list) or not adam:
@@ -245,32 +257,47 @@ def _in_one_tensor(counts: Any, like_this: Tensor) -> Any:
         return counts
     if isinstance(counts[0], Tensor):
         return torch.stack(counts).to(like_this)
+    if like_this.is_cpu:
+        return torch.tensor(counts, dtype=like_this.dtype, device="cpu")
     # Filled where it is: a copy from the host would wait for the device.
     return torch.stack([like_this.new_full((), count) for count in counts])
 
 
-def _listed(numbers: Any, dtype: torch.dtype) -> list[Any]:
-    """Return the numbers of a tensor as foreach takes them, without waiting for a device.
+def _in_dtype(numbers: Sequence[Any], dtype: torch.dtype, cut: Sequence["Block"]) -> list[Any]:
+    """Return numbers, or tensors of one for each member, as `Block.pick` is fastest with.
 
     In the dtype of what they are combined with, so that foreach need not convert each of them.
     """
-    return list(numbers.to(dtype).unbind())
+    ready: list[Any] = []
+    for values in numbers:
+        if isinstance(values, Tensor) and values.dim() == 1:
+            values = values.to(dtype)
+            if not cut[-1].stacks:  # those that do come first
+                values = list(values.unbind())
+        ready.append(values)
+    return ready
 
 
-def _picked(values: Any, indexes: Sequence[int]) -> Any:
-    """Return the entries of a list at `indexes`; what is no list serves all of them."""
-    return [values[index] for index in indexes] if isinstance(values, list) else values
+def add_one(steps: list[Tensor]) -> None:
+    """Count a step."""
+    if steps[0].is_cpu:  # where a list of tensors takes a third of the time of a number
+        torch._foreach_add_(steps, [_ONE] * len(steps))
+    else:
+        torch._foreach_add_(steps, 1.0)
 
 
-def scalars(values: Any, like_this: Tensor) -> Any:
-    """Return numbers as foreach is fastest with: on a CPU tensors, which it need not make anew."""
-    if like_this.device.type != "cpu" or isinstance(values, Tensor):
+def scalars(values: Any, tensors: Tensors) -> Any:
+    """Return numbers as foreach is fastest with: for several tensors on a CPU, in tensors.
+
+    It would make them of each number anew.
+    """
+    if len(tensors) == 1 or not tensors[0].is_cpu or isinstance(values, Tensor):
         return values
     if not isinstance(values, list):
-        return torch.tensor(values, dtype=like_this.dtype)
+        return torch.tensor(values, dtype=tensors[0].dtype, device="cpu")
     if isinstance(values[0], Tensor):
         return values
-    return list(torch.tensor(values, dtype=like_this.dtype).unbind())
+    return list(torch.tensor(values, dtype=tensors[0].dtype, device="cpu").unbind())
 
 
 def _divide_by_roots(
@@ -285,7 +312,7 @@ def _divide_by_roots(
     if rule.scheme == "adagrad":
         torch._foreach_addcmul_(moments, rs, rs)
     else:
-        torch._foreach_mul_(moments, scalars(rule.beta, moments[0]))
+        torch._foreach_mul_(moments, scalars(rule.beta, moments))
         torch._foreach_addcmul_(moments, rs, rs, 1 - rule.beta)
     if moments is not stored:
         write_back(stored, moments, stochastic_rounding)
@@ -294,46 +321,68 @@ def _divide_by_roots(
         caps = factors.cap if isinstance(factors.cap, list) else [factors.cap] * len(roots)
         for root, cap in zip(roots, caps, strict=True):
             root.clamp_(max=cap)
-    torch._foreach_mul_(roots, scalars(factors.scale, roots[0]))
-    torch._foreach_add_(roots, scalars(factors.shift, roots[0]))
+    torch._foreach_mul_(roots, scalars(factors.scale, roots))
+    torch._foreach_add_(roots, scalars(factors.shift, roots))
     torch._foreach_div_(rs, roots)
 
 
 def _follow(
-    job: LocalJob, members: list[Member], keys: SlotKeys, cut: list[Any], counts: Any
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    job: LocalJob, members: list[Member], keys: SlotKeys, cut: Sequence["Block"], counts: Any
+) -> tuple[Tensor, list[tuple[Sequence[Tensors], tuple[Tensor, ...]]]]:
     """Let the sigma of every parameter follow its gradients.
 
     Returns:
-        All of them in one tensor; and the residuals, if they are few enough to be kept.
+        All of them in one tensor; and what the blocks gathered, with the residuals, if that is
+        little enough to be kept.
     """
     rule = job.preconditioner
     assert isinstance(rule, SecondMoment)
-    of_pieces: list[list[Tensor]] = [[] for _ in members]
-    for indexes, (_, stored, grads, *_) in cut:
+    few = len(cut) <= _KEPT_BLOCKS
+    owners: list[int] = []
+    norms, gathered = [], []
+    for block in cut:
+        columns = block.gather() if few else block.pieces
+        grads, stored, *_ = columns
         rs = _residuals(job, like(stored, grads[0].dtype), grads)
-        for index, norm in zip(indexes, torch._foreach_norm(rs), strict=True):
-            of_pieces[index].append(norm)
-    norms, sizes, old_sigmas, old_levels = [], [], [], []
-    for (param, _, state, whole), pieces in zip(members, of_pieces, strict=True):
-        norms.append(pieces[0] if len(pieces) == 1 else torch.stack(pieces).norm())
-        elements = (param if whole is None else whole).numel()
-        sizes.append(max(1, 2 * elements if param.is_complex() else elements) ** 0.5)
+        norms.append(block.norms(rs))
+        owners += block.indexes
+        if few:
+            gathered.append((columns, rs))
+    sizes, old_sigmas, old_levels = [], [], []
+    for param, _, state, whole in members:
+        sizes.append((param if whole is None else whole).numel())
         old_sigmas.append(state[keys.sigma])
         old_levels.append(state[keys.level])
+    norm = _of_members(norms, owners, len(members))
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
         groups = dtensor.groups_of_parts(members[0].origin)
-        norms = list(dtensor.summed(torch.stack(norms).square(), groups).sqrt().unbind())
+        norm = dtensor.summed(norm.square(), groups).sqrt()
+    parts = 2 if members[0].param.is_complex() else 1
+    roots = [max(1, parts * size) ** 0.5 for size in sizes]
+    if norm.is_cpu:
+        rms = norm / torch.tensor(roots, dtype=norm.dtype, device="cpu")
+    else:  # a copy from the host would wait for the device
+        rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
     sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
-    rms = torch.stack(torch._foreach_div(norms, scalars(sizes, norms[0]))).to(level.dtype)
     steps = _in_one_tensor(counts, level)
-    sigma, level = sisa.followed(sigma, level, rms, steps, rule.scheme, rule.beta)
-    sigma = sigma.clamp_(min=TINY)
-    torch._foreach_copy_(old_sigmas, sigma.unbind())
+    new, level = sisa.followed(sigma, level, rms.to(level.dtype), steps, rule.scheme, rule.beta)
+    new = new.clamp_(min=TINY)
     torch._foreach_copy_(old_levels, level.unbind())
-    return sigma, rs if len(cut) == 1 else None
+    # It grows in few of the steps; a device would have to be waited for to know.
+    if not sigma.is_cpu or not torch.equal(sigma, new):
+        torch._foreach_copy_(old_sigmas, new.unbind())
+    return new, gathered
+
+
+def _of_members(norms: Sequence[Tensor], owners: list[int], count: int) -> Tensor:
+    """Return the norms of `count` members from those of their pieces, by block."""
+    if owners == list(range(count)):
+        return norms[0] if len(norms) == 1 else torch.cat(norms)  # type: ignore[arg-type]
+    squares = torch.cat(norms).square()  # type: ignore[arg-type]
+    indexes = torch.tensor(owners, device=squares.device)
+    return squares.new_zeros(count).index_add_(0, indexes, squares).sqrt()
 
 
 def _residuals(job: LocalJob, duals: Tensors, grads: Tensors) -> tuple[Tensor, ...]:
@@ -343,33 +392,114 @@ def _residuals(job: LocalJob, duals: Tensors, grads: Tensors) -> tuple[Tensor, .
     return rs
 
 
-def blocks(columns: Sequence[Tensors]) -> Iterator[tuple[Sequence[int], Sequence[Tensors]]]:
-    """Yield corresponding pieces of the tensors in all columns, and whose they are.
+class Block(NamedTuple):
+    """Corresponding pieces of the tensors of some members, in columns.
+
+    Attributes:
+        indexes: whose the pieces are.
+        pieces: the columns, such as gradients and parameters; the first is only read.
+        stacks: whether the pieces are so small that it pays to compute with copies of them in one
+            tensor; they have one shape then.
+    """
+
+    indexes: Sequence[int]
+    pieces: Sequence[Tensors]
+    stacks: bool = False
+
+    def gather(self) -> Sequence[Tensors]:
+        """Return the columns to compute with."""
+        return [[torch.stack(column)] for column in self.pieces] if self.stacks else self.pieces
+
+    def store(self, columns: Sequence[Tensors]) -> None:
+        """Write back what `gather` returned, if these are copies, all but the first column."""
+        if self.stacks:
+            for pieces, (stack,) in zip(self.pieces[1:], columns[1:], strict=True):
+                torch._foreach_copy_(pieces, stack.unbind())
+
+    def norms(self, column: Tensors) -> Tensor:
+        """Return the norm of each piece of a column, gathered or not."""
+        if len(column) == len(self.indexes):
+            return torch.stack(torch._foreach_norm(column))
+        norms: Tensor = torch.linalg.vector_norm(column[0].unsqueeze(-1).flatten(1), dim=1)
+        return norms
+
+    def pick(self, *numbers: Any) -> list[Any]:
+        """Return the block's of several numbers, each as foreach takes it with a column.
+
+        Args:
+            numbers: each one for all members, or a list or tensor of one for each of them.
+        """
+        picked: list[Any] = []
+        for values in numbers:
+            if isinstance(values, list):
+                if len(self.indexes) < len(values):
+                    values = [values[index] for index in self.indexes]
+                if self.stacks:
+                    values = torch.stack(scalars(values, self.pieces[0]))
+            elif (
+                isinstance(values, Tensor) and values.dim() > 0 and len(self.indexes) < len(values)
+            ):
+                values = values[list(self.indexes)]
+            if self.stacks and isinstance(values, Tensor) and values.dim() == 1:
+                values = [values.view(-1, *[1] * self.pieces[0][0].dim())]
+            picked.append(values)
+        return picked
+
+
+def blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Block]:
+    """Return the tensors in all columns, or corresponding pieces of them, in blocks.
+
+    Those that stack come first.
 
     Args:
-        columns: parameters, gradients and so on, in the same order; of one device.
+        columns: gradients, parameters and so on, in the same order; of one device. The first is
+            only read.
+        stack: whether small ones may be stacked, which pays for half a dozen operations.
     """
     first = columns[0]
-    sizes = [tensor.numel() for tensor in first]
-    if first[0].device.type != "cpu" or sum(sizes) <= _CPU_BLOCK:
-        yield range(len(first)), columns
-        return
-    indexes: list[int] = []
-    elements = 0
-    for index, size in enumerate(sizes):
-        row = [column[index] for column in columns]
-        if size > _CPU_BLOCK and all(tensor.is_contiguous() for tensor in row):
-            cut = (torch.split(tensor.view(-1), _CPU_BLOCK) for tensor in row)
-            for piece in zip(*cut, strict=True):
-                yield [index], [[tensor] for tensor in piece]
+    sizes = list(map(Tensor.numel, first))
+    few = len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK
+    if few or not first[0].is_cpu:
+        return [Block(range(len(first)), columns)]
+    others: list[int] = []
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, tensor in enumerate(first):
+        if stack and sizes[index] <= _SMALL:
+            by_shape.setdefault(tensor.shape, []).append(index)
+        else:
+            others.append(index)
+    cut: list[Block] = []
+    for alike in by_shape.values():
+        if len(alike) < _FEWEST_STACKED:
+            others += alike
             continue
-        if indexes and elements + size > _CPU_BLOCK:
-            yield indexes, [[column[i] for i in indexes] for column in columns]
-            indexes, elements = [], 0
-        indexes.append(index)
-        elements += size
-    if indexes:
-        yield indexes, [[column[i] for i in indexes] for column in columns]
+        for indexes in _runs(alike, sizes):
+            cut.append(Block(indexes, [[c[i] for i in indexes] for c in columns], stacks=True))
+    uncut = []
+    for index in others:
+        row = [column[index] for column in columns]
+        if sizes[index] > _CPU_BLOCK and all(tensor.is_contiguous() for tensor in row):
+            pieces = (torch.split(tensor.view(-1), _CPU_BLOCK) for tensor in row)
+            cut += [Block([index], [[t] for t in piece]) for piece in zip(*pieces, strict=True)]
+        else:
+            uncut.append(index)
+    for indexes in _runs(uncut, sizes):
+        cut.append(Block(indexes, [[column[i] for i in indexes] for column in columns]))
+    return cut
+
+
+def _runs(indexes: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield indexes in lists, each of one tensor or of no more elements than a block has."""
+    run: list[int] = []
+    elements = 0
+    for index in indexes:
+        if run and elements + sizes[index] > _CPU_BLOCK:
+            yield run
+            run, elements = [], 0
+        run.append(index)
+        elements += sizes[index]
+    if run:
+        yield run
 
 
 # Whole matrices
@@ -595,7 +725,7 @@ def _move(
             device, dtype = ws[0].device, ws[0].dtype
             if scales[0].device != device or scales[0].dtype != dtype:
                 scales = [scale.to(device, dtype) for scale in scales]
-        scales = scalars(scales, ws[0])
+        scales = scalars(scales, ws)
         if ours:
             torch._foreach_mul_(totals, scales)
         else:
@@ -629,6 +759,6 @@ def _steps(members: list[Member], keys: SlotKeys) -> list[Scalar]:
     return steps
 
 
-def _same(values: list[float]) -> Any:
+def one_if_equal(values: list[Any]) -> Any:
     """Return a list of numbers, or the number itself if they are all the same."""
     return values[0] if values.count(values[0]) == len(values) else values

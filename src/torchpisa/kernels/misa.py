@@ -17,9 +17,11 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.foreach import (
     Tensors,
+    add_one,
     blocks,
     leave_out_nonfinite,
     like,
+    one_if_equal,
     scalars,
     write_back,
 )
@@ -206,34 +208,41 @@ def _loop_average(job: ConsensusJob, member: Member, grad: Tensor) -> tuple[Tens
 
 def _foreach_step(job: ConsensusJob) -> None:
     steps = [member.state["step"] for member in job.members]
-    torch._foreach_add_(steps, scalars(1.0, steps[0]))
-    counts = [step.item() for step in steps] if steps[0].device.type == "cpu" else steps
-    columns = [
-        [real(member.param) for member in job.members],
-        [real(member.state["dual"]) for member in job.members],
-        gradients(job),
-    ]
+    add_one(steps)
+    counts: list[Any] = [step.item() for step in steps] if steps[0].is_cpu else steps
+    params = [real(member.param) for member in job.members]
+    duals = [real(member.state["dual"]) for member in job.members]
     if job.matrix:
-        _matrices(job, columns, counts)
+        _matrices(job, params, duals, gradients(job), counts)
         return
+    moments = [real(member.state["moment"]) for member in job.members]
     beta = job.settings["beta"]
-    roots = [(1 - beta**count) ** 0.5 for count in counts]
-    columns.append([real(member.state["moment"]) for member in job.members])
-    for indexes, (params, duals, grads, moments) in blocks(columns):
-        rs, us = _average(job, duals, grads)
-        moved = like(moments, rs[0].dtype)
-        torch._foreach_mul_(moved, scalars(beta, moved[0]))
+    roots: Any = [(1 - beta**count) ** 0.5 for count in counts]
+    if steps[0].is_cpu:
+        roots = one_if_equal(roots)
+    for block in blocks([gradients(job), params, duals, moments]):
+        columns = block.gather()
+        grads, ws, pis, squares = columns
+        rs, us = _average(job, pis, grads)
+        moved = like(squares, rs[0].dtype)
+        torch._foreach_mul_(moved, scalars(beta, moved))
         torch._foreach_addcmul_(moved, rs, rs, 1 - beta)
-        write_back(moments, moved, job.settings["stochastic_rounding"])
+        write_back(squares, moved, job.settings["stochastic_rounding"])
         scales = torch._foreach_sqrt(moved)
-        torch._foreach_div_(scales, scalars([roots[index] for index in indexes], scales[0]))
-        torch._foreach_add_(scales, scalars(job.settings["eps"], scales[0]))
+        torch._foreach_div_(scales, scalars(block.pick(roots)[0], scales))
+        torch._foreach_add_(scales, scalars(job.settings["eps"], scales))
         torch._foreach_div_(us, scales)
-        _move(job, params, us, 1.0)
+        _move(job, ws, us, 1.0)
+        block.store(columns)
 
 
-def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[Scalar]) -> None:
-    params, duals, grads = columns
+def _matrices(
+    job: ConsensusJob,
+    params: Tensors,
+    duals: Tensors,
+    grads: Tensors,
+    counts: Sequence[Scalar],
+) -> None:
     settings, members = job.settings, job.members
     _, us = _average(job, duals, grads)
     if job.whole_here:
@@ -257,12 +266,12 @@ def _matrices(job: ConsensusJob, columns: list[list[Tensor]], counts: Sequence[S
     pairs = zip(_row_squares(job, members, os), rows, strict=True)
     squares = [square.view_as(row) for square, row in pairs]
     averages = like(rows, us[0].dtype)
-    torch._foreach_mul_(averages, scalars(beta, averages[0]))
+    torch._foreach_mul_(averages, scalars(beta, averages))
     torch._foreach_add_(averages, squares, alpha=1 - beta)
     write_back(rows, averages, settings["stochastic_rounding"])
     roots = torch._foreach_sqrt(averages)
-    torch._foreach_div_(roots, scalars([(1 - beta**count) ** 0.5 for count in counts], roots[0]))
-    torch._foreach_add_(roots, scalars(settings["eps"], roots[0]))
+    torch._foreach_div_(roots, scalars([(1 - beta**count) ** 0.5 for count in counts], roots))
+    torch._foreach_add_(roots, scalars(settings["eps"], roots))
     torch._foreach_div_(os, roots)
     _move(job, params, os, misa.RMS)
 
@@ -335,11 +344,11 @@ def _through_stage(
 
 def _average(job: ConsensusJob, duals: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
     """Update the duals, and return r and U."""
-    kept = job.settings["momentum"]
+    momentum = job.settings["momentum"]
     moved = like(duals, grads[0].dtype)
     rs = torch._foreach_add(moved, grads)
-    us = torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (kept - 1))
-    torch._foreach_add_(moved, rs, alpha=kept - 1)
+    us = torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (momentum - 1))
+    torch._foreach_add_(moved, rs, alpha=momentum - 1)
     write_back(duals, moved, job.settings["stochastic_rounding"])
     return rs, us
 
@@ -348,7 +357,7 @@ def _move(job: ConsensusJob, params: Tensors, ps: Tensors, scale: float) -> None
     """Decay the weights, and move them by lr times `scale` times P."""
     ws, lr = like(params, ps[0].dtype), job.lr
     if job.weight_decay:
-        torch._foreach_mul_(ws, scalars(1 - lr * job.weight_decay, ws[0]))
+        torch._foreach_mul_(ws, scalars(1 - lr * job.weight_decay, ws))
     if isinstance(lr, Tensor):
         torch._foreach_mul_(ps, lr * scale)
         torch._foreach_add_(ws, ps)
@@ -466,15 +475,15 @@ def _row_squares(
 ) -> list[Tensor]:
     """Return the mean square of each row, also where columns are elsewhere."""
     count = job.settings["blocks"]
-    kept = [2 if is_stack(member.origin, count) else 1 for member in members]
+    leading = [2 if is_stack(member.origin, count) else 1 for member in members]
     squares = [
         torch.linalg.vector_norm(o.flatten(dims), dim=-1).square()
-        for o, dims in zip(os, kept, strict=True)
+        for o, dims in zip(os, leading, strict=True)
     ]
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
-        pairs = zip(members, kept, strict=True)
+        pairs = zip(members, leading, strict=True)
         over = [dtensor.groups_of_parts(member.origin, dims) for member, dims in pairs]
         squares = dtensor.summed_together(squares, over)
     columns = [block_shape(member.origin, count)[1] for member in members]

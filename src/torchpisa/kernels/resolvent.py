@@ -44,8 +44,8 @@ def _solved(x: Tensor, rule: Spectral, sigma: Scalar, rho: Scalar) -> Sequence[T
         return rule.solve_matrix(x, {}, sigma, rho, 1)[0].unbind()
     # By the kernels of Newton-Schulz, which compute halves of symmetric products.
     both, scale = spectral.augmented(x, sigma, rho)
-    found = newton_schulz.orthogonalize(both.unbind(), rule.ns_steps, rule.dtype)
-    return [each[:, : x.size(-1)] / scale for each in found]
+    orthogonal = newton_schulz.orthogonalize(both.unbind(), rule.ns_steps, rule.dtype)
+    return [each[:, : x.size(-1)] / scale for each in orthogonal]
 
 
 def averaged(
@@ -74,10 +74,10 @@ def _alike(rs: Sequence[Tensor], rule: Spectral) -> list[tuple[float, list[int]]
     by_scale: dict[float, list[int]] = {}
     for index, r in enumerate(rs):
         by_scale.setdefault(rule.scale(r.size(0), r.size(1)), []).append(index)
-    found = []
+    batches = []
     for scale, indexes in by_scale.items():
         shapes = [(rs[i].size(0), rs[i].size(1)) for i in indexes]
         most = _CPU_CHUNK_BYTES if rs[0].device.type == "cpu" else None
         for chunk in chunks(shapes, rs[0].itemsize, most):
-            found.append((scale, [indexes[i] for i in chunk.indexes]))
-    return found
+            batches.append((scale, [indexes[i] for i in chunk.indexes]))
+    return batches

@@ -182,21 +182,21 @@ class MISA(RoundOptimizer):
         reached = [job.members for job in jobs.values()]
         where = f"batch {slot} of iteration {self.iteration}"
         found_inf = getattr(self, "found_inf", None)
-        found = verdict(self.param_groups, reached, kernels, found_inf, where)
-        if found.problem is not None:
+        decision = verdict(self.param_groups, reached, kernels, found_inf, where)
+        if decision.problem is not None:
             raise FloatingPointError(
-                f"{found.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
+                f"{decision.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
             )
-        if found.present:
+        if decision.present:
             params = [job.settings["params"] for job in jobs.values()]
-            flags = self._watch.flags(params, reached, found.deferred)
+            flags = self._watch.flags(params, reached, decision.deferred)
             for job, flagged in zip(jobs.values(), flags, strict=True):
-                job.keep, job.search, job.flags = found.keep, found.search, flagged
+                job.keep, job.search, job.flags = decision.keep, decision.search, flagged
                 job.maximize = job.settings["maximize"]
                 job.grad_scale = getattr(self, "grad_scale", None)
             self._add(slot, list(jobs.values()), kernels)
-            self.round.note(slot, self.batches, None if self.batches == 1 else found.keep)
-        if found.search or any(found.deferred):
+            self.round.note(slot, self.batches, None if self.batches == 1 else decision.keep)
+        if decision.search or any(decision.deferred):
             self._watch.note(kernels, reached, where)
 
     def _reached(self, members: list[list[Member]]) -> list[list[Member]]:
@@ -338,8 +338,8 @@ class MISA(RoundOptimizer):
             else:
                 if group["row_beta"] is not None:
                     # (rows, 1, ...), so that it is sharded with the rows of its parameter.
-                    kept = 2 if is_stack(param, group["blocks"]) else 1
-                    narrow = (*[slice(None)] * kept, *[slice(1)] * (param.dim() - kept))
+                    leading = 2 if is_stack(param, group["blocks"]) else 1
+                    narrow = (*[slice(None)] * leading, *[slice(1)] * (param.dim() - leading))
                     state["rows"] = state["dual"][narrow].clone()
                 if group["before"] is not None:
                     state.update(_state_of_stage(group["before"], param, state["dual"]))

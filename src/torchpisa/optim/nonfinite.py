@@ -73,7 +73,7 @@ def verdict(
         if some and not over and type(some[0].origin) not in _PLAIN:
             over = dtensor.groups([member.origin for member in some])
     searching = False
-    deferred, rest = [], []
+    deferred, unchecked = [], []
     for some, kernel in zip(members, kernels, strict=True):
         later = found_inf is None and mode == "raise" and not over and _can_wait(some, kernel)
         deferred.append(later)
@@ -83,10 +83,10 @@ def verdict(
                 grad = member.grad
                 if grad is not None and grad.numel():
                     plain = type(grad) is Tensor and not grad.is_complex()
-                    rest.append(grad if plain else real(dtensor.local(grad)))
+                    unchecked.append(grad if plain else real(dtensor.local(grad)))
     if found_inf is None and mode == "raise":
         bad = []
-        if rest and _any_nonfinite(rest):
+        if unchecked and _any_nonfinite(unchecked):
             everyone = [member for some in members for member in some]
             bad = [member.origin for member in everyone if not _is_finite(member.grad)]
         is_bad = bool(bad)
@@ -99,19 +99,19 @@ def verdict(
     if found_inf is not None:
         bad_batch = found_inf.reshape(()) > 0
     else:
-        flags = [
+        flags: list[Tensor | bool] = [
             flag
             for kernel in kernels
             if isinstance(kernel, Plan)
             for flag in kernel.any_nonfinite()
         ]
-        if rest:
-            flags.append(_any_nonfinite(rest))
+        if unchecked:
+            flags.append(_any_nonfinite(unchecked))
         if not flags and not over:
             return Verdict()
         bad_batch = torch.zeros((), dtype=torch.bool, device=home)
         for flag in flags:
-            bad_batch = bad_batch | flag.to(home)
+            bad_batch = bad_batch | (flag.to(home) if isinstance(flag, Tensor) else flag)
     if over:
         return Verdict(present=not _anywhere(bad_batch, over))
     if bad_batch.device.type != "cpu" or groups[0]["capturable"]:
@@ -309,40 +309,33 @@ def _is_finite(grad: Tensor | None) -> bool:
     return grad is None or bool(dtensor.local(grad).isfinite().all())
 
 
-def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor:
-    """Return a 0-d bool tensor on the device of the first gradient.
+def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor | bool:
+    """Return whether any entry is not finite: as a 0-d tensor unless all gradients are on the CPU.
 
     Off the CPU it looks at Euclidean norms, for all gradients at once, so that a gradient so large
     that its square overflows counts as infinite.
     """
-    home = grads[0].device
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    small: dict[torch.dtype, list[Tensor]] = {}
+    elsewhere: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    any_bad: Tensor | bool = False
     for grad in grads:
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    any_bad: Tensor | None = None
-    for (device, dtype), alike in by_kind.items():
-        if device.type == "cpu":
-            bad = torch.full((), any(map(_has_nonfinite, _joined(alike))))
+        if not grad.is_cpu:
+            elsewhere.setdefault((grad.device, grad.dtype), []).append(grad)
+        elif grad.numel() > _SMALL:
+            any_bad = any_bad or _has_nonfinite(grad)
         else:
-            wide = torch.promote_types(dtype, torch.float32)
-            norms = torch.stack(torch._foreach_norm(alike, 2, wide))
-            bad = norms.isfinite().all().logical_not()
-        any_bad = bad if any_bad is None else any_bad | bad.to(home)
-    assert any_bad is not None
+            flat = grad if grad.dim() == 1 else grad.reshape(-1)
+            small.setdefault(grad.dtype, []).append(flat)
+    for alike in small.values():  # to copy a small one costs less than a call
+        any_bad = any_bad or _has_nonfinite(torch.cat(alike))
+    for (_, dtype), alike in elsewhere.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(alike, 2, wide))
+        bad = norms.isfinite().all().logical_not()
+        any_bad = bad | (any_bad.to(bad.device) if isinstance(any_bad, Tensor) else any_bad)
     return any_bad
 
 
 def _has_nonfinite(grad: Tensor) -> bool:
     """Look at the sum, which is not finite if an entry is not; all of them only if it is not."""
     return not math.isfinite(grad.sum().item()) and not bool(grad.isfinite().all())
-
-
-def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same numbers in fewer tensors: to copy a small one costs less than a call."""
-    small, large = [], []
-    for grad in grads:
-        if grad.numel() > _SMALL:
-            large.append(grad)
-        else:
-            small.append(grad if grad.dim() == 1 else grad.reshape(-1))
-    return [*large, torch.cat(small)] if small else large

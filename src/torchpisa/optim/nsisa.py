@@ -220,9 +220,9 @@ class NSISA(PISA):
             merged = saved.pop(0)
             numbers = {merged["matrix"]: list(merged["params"])}
             if len(set(kinds)) == 2 and saved:
-                rest = saved.pop(0)
-                numbers[rest["matrix"]] = list(rest["params"])
-                merged = {**merged, "sisa_sigma": rest["sigma"], "sisa_rho": rest["rho"]}
+                second = saved.pop(0)
+                numbers[second["matrix"]] = list(second["params"])
+                merged = {**merged, "sisa_sigma": second["sigma"], "sisa_rho": second["rho"]}
             elif not merged["matrix"]:
                 penalties = {"sisa_sigma": merged["sigma"], "sisa_rho": merged["rho"]}
                 merged = {**merged, **penalties, "sigma": group["sigma"], "rho": group["rho"]}

@@ -75,8 +75,8 @@ def split(
             (kind if is_matrix(param) else vectors).append((name, param))
     groups: list[dict[str, Any]] = [{"params": matrices, "matrix": True}]
     if weight_decay is None:
-        rest = {id(param) for _, param in tables + vectors}
-        ordered = [(name, p) for name, p in model.named_parameters() if id(p) in rest]
+        others = {id(param) for _, param in tables + vectors}
+        ordered = [(name, p) for name, p in model.named_parameters() if id(p) in others]
         groups += [{"params": ordered, "matrix": False}]
     else:
         groups[0]["weight_decay"] = weight_decay

@@ -121,12 +121,12 @@ def effective(part: Part, state: Mapping[Tensor, Mapping[str, Any]]) -> Effectiv
         return Effective(step_size, None, None, None)
     sigma = torch.cat([torch.full_like(rq, s) for s, rq in scales])
     rq = torch.cat([rq for _, rq in scales])
-    found = picture(sigma, rq, lr)
+    heavy_ball = picture(sigma, rq, lr)
     return Effective(
         step=step_size,
-        first_step=_range(found.first_step),
-        momentum=_range(found.momentum),
-        stable_curvature=_range(found.stable_curvature) if lr else None,
+        first_step=_range(heavy_ball.first_step),
+        momentum=_range(heavy_ball.momentum),
+        stable_curvature=_range(heavy_ball.stable_curvature) if lr else None,
     )
 
 

@@ -204,13 +204,13 @@ def conjugate_gradients(
         it is the first).
     """
     x = torch.zeros_like(b)
-    rest = b.clone()
-    z = rest / diagonal
+    residual = b.clone()
+    z = residual / diagonal
     p = z
-    rz = rest @ z
+    rz = residual @ z
     stop = tol * b.norm()
     for iteration in range(max_iter):
-        if rest.norm() <= stop:
+        if residual.norm() <= stop:
             break
         ap = product(p)
         curvature = p @ ap
@@ -218,9 +218,9 @@ def conjugate_gradients(
             return x if iteration else b / diagonal
         alpha = rz / curvature
         x = x + alpha * p
-        rest = rest - alpha * ap
-        z = rest / diagonal
-        rz, previous = rest @ z, rz
+        residual = residual - alpha * ap
+        z = residual / diagonal
+        rz, previous = residual @ z, rz
         p = z + (rz / previous) * p
     return x
 

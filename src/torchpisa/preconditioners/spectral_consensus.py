@@ -40,9 +40,9 @@ class SpectralConsensus(Preconditioner):
         if not isinstance(self.spectral, Spectral):
             raise TypeError(f"spectral must be a Spectral, got {self.spectral!r}")
         if self.spectral.average:
-            kept = self.spectral.average
+            average = self.spectral.average
             raise ValueError(
-                f"average must be 0 at the consensus, where none is kept, got {kept!r}"
+                f"average must be 0 at the consensus, where none is kept, got {average!r}"
             )
 
     @property

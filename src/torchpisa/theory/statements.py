@@ -179,11 +179,11 @@ def _weights_rate(run: Run) -> Iterator[Inequality]:
     The bound on the distance to it is the same sum, cut off.
     """
     constants = run.constants
-    rest = torch.zeros_like(run.iterates[0].w)  # w^T - w^l, summed from the end
+    remaining = torch.zeros_like(run.iterates[0].w)  # w^T - w^l, summed from the end
     for now in reversed(run.iterates):
         bound = constants.c1 * constants.gamma**now.iteration
-        yield Inequality(now.iteration, _farthest(rest, now.d - rest), bound)
-        rest = rest + now.step
+        yield Inequality(now.iteration, _farthest(remaining, now.d - remaining), bound)
+        remaining = remaining + now.step
 
 
 def _duals_rate(run: Run) -> Iterator[Inequality]:

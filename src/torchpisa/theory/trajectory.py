@@ -53,9 +53,9 @@ class Iterate:
     def next_step(self, alpha: Tensor, consensus_decay: float) -> Tensor:
         r"""Return \(w^{\ell+1} - w^\ell\), equation (2.9)."""
         total = alpha @ (self.dual + self.sigma.unsqueeze(1) * self.d)
-        rest = total - consensus_decay * self.w
+        pull = total - consensus_decay * self.w
         scale = float(alpha @ self.sigma) + consensus_decay
-        return pisa.consensus(torch.zeros_like(self.w), rest, scale)
+        return pisa.consensus(torch.zeros_like(self.w), pull, scale)
 
 
 class _LocalSolution(NamedTuple):

@@ -73,11 +73,11 @@ class Contents:
 
     def took_part(self, number: int) -> list[bool]:
         """Return whether each node's batch was stepped in this round, in group `number`."""
-        found: list[bool] = []
+        stepped: list[bool] = []
         for each in self.groups:
             kept, present = each[number]["kept"], each[number]["present"]
-            found += kept or [bool(present >> slot & 1) for slot in range(self.batches)]
-        return found
+            stepped += kept or [bool(present >> slot & 1) for slot in range(self.batches)]
+        return stepped
 
     def as_one_rank(self) -> "Contents":
         """Return the same, as a process that holds all nodes would have it."""

@@ -32,7 +32,7 @@ def named(model: nn.Module, optimizer: PISA) -> list[Named]:
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
     names = {id(param): _WRAPPERS.sub("", name) for name, param in inner.named_parameters()}
-    found: list[Named] = []
+    groups: list[Named] = []
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
@@ -41,8 +41,8 @@ def named(model: nn.Module, optimizer: PISA) -> list[Named]:
                     f"{tuple(param.shape)} in group {number} that the model does not have; with "
                     "fully_shard, make the optimizer afterwards"
                 )
-        found.append([(names[id(param)], param) for param in group["params"]])
-    return found
+        groups.append([(names[id(param)], param) for param in group["params"]])
+    return groups
 
 
 def own_contents(params: Sequence[Named], optimizer: PISA) -> Contents:
@@ -148,7 +148,7 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: PISA) ->
 def _check_shape(what: str, name: str, tensor: Tensor, source: Stored, key: str) -> None:
     shape = source.kinds[key].shape if key in source.kinds else None
     if shape != tensor.shape:
-        found = "nothing" if shape is None else f"shape {tuple(shape)}"
+        saved = "nothing" if shape is None else f"shape {tuple(shape)}"
         raise ValueError(
-            f"{what} {name} must have the shape that was saved, {found}, got {tuple(tensor.shape)}"
+            f"{what} {name} must have the shape that was saved, {saved}, got {tuple(tensor.shape)}"
         )

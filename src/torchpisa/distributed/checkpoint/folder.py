@@ -120,15 +120,15 @@ def load(path: Location, model: nn.Module, optimizer: PISA) -> dict[str, Any]:
 
     party = _Party(optimizer)
 
-    def found() -> tuple[Stored, dict[str, Any], list[Named]]:
+    def checked() -> tuple[Stored, dict[str, Any], list[Named]]:
         entries = get_model_state_dict(model)  # first: it makes FSDP shard its parameters again
         params = fit.named(model, optimizer)
-        source = stored.opened(_found(Path(path).resolve()))
+        source = stored.opened(_intact(Path(path).resolve()))
         fit.check_model(source, entries)
         fit.check_optimizer(source, params, optimizer)
         return source, entries, params
 
-    source, entries, params = party.agree(found)
+    source, entries, params = party.agree(checked)
 
     def taken() -> None:
         tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
@@ -158,7 +158,7 @@ def export(directory: Location, file: Location) -> None:
     Raises:
         ValueError: the folder is not a complete checkpoint.
     """
-    source = Folder(_found(Path(directory).resolve()))
+    source = Folder(_intact(Path(directory).resolve()))
     everything = source.contents.as_one_rank()
     prefix = model_key("")
     model = _read(source, [key for key in source.kinds if key.startswith(prefix)])
@@ -196,14 +196,14 @@ def latest(root: Location) -> Path | None:
             largest is the newest.
     """
     folder = Path(root)
-    found = []
+    steps = []
     for entry in folder.iterdir() if folder.is_dir() else ():
         aside = re.fullmatch(r"\.(.+)\.old", entry.name)  # see `_beside`
         path = folder / aside[1] if aside else entry
         number = re.search(r"\d+$", path.name)
-        if number and (_found(path) / METADATA).is_file():
-            found.append((int(number[0]), path))
-    return max(found)[1] if found else None
+        if number and (_intact(path) / METADATA).is_file():
+            steps.append((int(number[0]), path))
+    return max(steps)[1] if steps else None
 
 
 class _Party:
@@ -314,7 +314,7 @@ def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
 
 
-def _found(path: Path) -> Path:
+def _intact(path: Path) -> Path:
     """Return `path`, or where its contents are after a kill between the renames of `_publish`."""
     old = _beside(path, "old")
     return old if not path.exists() and (old / METADATA).is_file() else path

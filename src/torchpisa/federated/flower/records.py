@@ -206,11 +206,11 @@ def _unflatten(record: ArrayRecord, layout: Layout) -> Tensors:
         counts[dtype] = counts.get(dtype, 0) + int(np.prod(shape, dtype=np.int64))
     if counts.keys() != record.keys():
         raise PayloadError(f"arrays must be {list(counts)}, got {_list(record)}")
-    rest = {dtype: _read_array(record[dtype], dtype, count) for dtype, count in counts.items()}
+    unread = {dtype: _read_array(record[dtype], dtype, count) for dtype, count in counts.items()}
     result = {}
     for name, dtype, shape in layout:
         count = int(np.prod(shape, dtype=np.int64))
-        result[name], rest[dtype] = rest[dtype][:count].reshape(shape), rest[dtype][count:]
+        result[name], unread[dtype] = unread[dtype][:count].reshape(shape), unread[dtype][count:]
     return result
 
 
@@ -226,12 +226,12 @@ def _read_array(array: Array, dtype: str, count: int) -> Tensor:
         raise PayloadError(f"the array cannot be read: {error}") from error
     if kind != np.dtype(dtype):  # in the order of its bytes, too
         raise PayloadError(f"the array must be {dtype}, got {kind}")
-    rest = array.data[stream.tell() :]
-    if shape != (count,) or len(rest) != count * kind.itemsize:
+    payload = array.data[stream.tell() :]
+    if shape != (count,) or len(payload) != count * kind.itemsize:
         raise PayloadError(
-            f"the array must have {count} entries, got shape {shape} in {len(rest)} bytes"
+            f"the array must have {count} entries, got shape {shape} in {len(payload)} bytes"
         )
-    return torch.from_numpy(np.frombuffer(bytearray(rest), dtype=kind))
+    return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=kind))
 
 
 def read_head(content: RecordDict) -> ConfigRecord:

@@ -91,11 +91,11 @@ class Native:
         """Take the local step; `foreach` takes what has no gradient, or one with gaps."""
         names = _Names.of(job)
         fitting: list[Member] = []
-        rest: list[Member] = []
+        others: list[Member] = []
         for member in job.members:
-            (fitting if _fits(member, names) else rest).append(member)
-        if rest:
-            FOREACH.local_step(replace(job, members=rest))
+            (fitting if _fits(member, names) else others).append(member)
+        if others:
+            FOREACH.local_step(replace(job, members=others))
         if not fitting:
             return
         torch._foreach_add_([member.state[names.step] for member in fitting], 1)

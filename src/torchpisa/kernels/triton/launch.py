@@ -61,16 +61,16 @@ def consensus(move: Move, keep: Tensor | None, launch: Launch) -> None:
 
 def any_nonfinite(launch: Launch) -> Tensor:
     """Return whether a gradient of the launch is not finite."""
-    found = torch.zeros((), dtype=torch.int32, device=launch.kind.device)
+    flag = torch.zeros((), dtype=torch.int32, device=launch.kind.device)
     elementwise.nonfinite_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
-        found,
+        flag,
         GRAD_DTYPE=_DTYPES[launch.kind.grad],
         ALIGNED=launch.aligned,
         BLOCK=BLOCK,
     )
-    return found > 0
+    return flag > 0
 
 
 def residual_norm(job: LocalJob, launch: Launch) -> Tensor:

@@ -99,11 +99,11 @@ class Plan:
         """Return 0-d bool tensors: whether a gradient is not finite, by launch."""
         from torchpisa.kernels.triton import launch
 
-        found = []
+        flags = []
         for each in self.launches:
             with _on(each.kind.device):
-                found.append(launch.any_nonfinite(each))
-        return found
+                flags.append(launch.any_nonfinite(each))
+        return flags
 
     def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
         """Take the consensus, see `Kernel`."""
@@ -298,12 +298,12 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
         matrices = Matrices(shapes, dtype.itemsize)
     glance = [] if copies else _misa_glance(job, memory)
     known = plan if isinstance(plan, MisaPlan) else None
-    plan = plans[key] = found = _refreshed(known, rows, glance, matrices, MisaPlan)
-    for launch in found.launches:
+    refreshed = plans[key] = _refreshed(known, rows, glance, matrices, MisaPlan)
+    for launch in refreshed.launches:
         launch.members = [number // count for number in launch.order]
         launch.steps = [members[number].state["step"] for number in dict.fromkeys(launch.members)]
-    found.copies = copies
-    return found
+    refreshed.copies = copies
+    return refreshed
 
 
 def misa_obstacle(settings: Mapping[str, Any]) -> str | None:
