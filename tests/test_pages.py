@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import engines, first_round, uneven_parts
 from benchmarks.defaults import report as defaults
+from recipes.budgets.config import TRIALS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -129,35 +130,23 @@ def last_rounds(name: str, algorithm: str, cell: str) -> str:
 def test_which_federated_algorithm() -> None:
     """The answers on docs/federated.md have the numbers of the saved runs."""
     text = " ".join((ROOT / "docs" / "federated.md").read_text(encoding="utf-8").split())
-    table = (ROOT / "docs" / "results" / "heterogeneity.md").read_text(encoding="utf-8")
     digits = "heterogeneity_rivals_digits"
     adagrad, fedavg = (last_rounds(digits, a, "digits_1label") for a in ("fedadagrad", "fedavg"))
     assert f"FedAdagrad ends at {adagrad} and FedAvg at {fedavg}." in text
+
+    def equal_costs(results: str, cell: str, *algorithms: str) -> list[str]:
+        return [last_rounds(results, name, f"{cell}_1label") for name in algorithms]
+
     names = {"MNIST": "mnist", "CIFAR-10": "cifar10", "Fashion-MNIST": "fashion_mnist"}
     for shown, name in names.items():
-        fedavg, sisa = (
-            last_rounds("heterogeneity", a, f"{name}_3label") for a in ("fedavg", "sisa")
-        )
-        assert f"{shown} ({fedavg[:-2]} to {sisa})" in text
-        fedavg, misa = (
-            last_rounds("heterogeneity", a, f"{name}_1label") for a in ("fedavg", "misa")
-        )
+        misa, fedavg = equal_costs("budgets", name, "misa", "fedavg")
         assert f"{shown} ({misa}, FedAvg {fedavg})" in text
-        # The tables of last rounds, best rounds, costs and equal sample gradients, in this order.
-        rows = [line for line in table.splitlines() if line.startswith(f"| {shown} | 1 |")]
-        early = f"{float(rows[3].split('|')[9].split()[0]):.1f}"
-        assert rows[3].split("|")[9].strip().endswith("(95)")
-        assert f"{shown} ({early} to {fedavg})" in text
-        if shown == "MNIST":
-            rounds = rows[5].split("|")
-            assert f"needs {rounds[9].strip()} rounds" in text
-            assert f"94.97 % on MNIST, FedAvg {rounds[3].strip()}." in text
-    sisa, scaffold, fednova, misa = (
-        last_rounds("heterogeneity", a, "adult_1label")
-        for a in ("sisa", "scaffold", "fednova", "misa")
-    )
-    assert f"`SISA` ({sisa}) or `Scaffold` ({scaffold}), then `FedNova` ({fednova})" in text
-    assert f"MISA ({misa})" in text
+    few = equal_costs("budgets_digits", "digits", "misa_local", "misa", "fedavg")
+    assert "LocalMISA ends at {}, MISA at {}, FedAvg at {}.".format(*few) in text
+    adult = dict(zip(TRIALS, cells("budgets", "Adult, 1 label")[2:], strict=False))
+    means = {name: float(shown.strip("*").split()[0]) for name, shown in adult.items()}
+    assert f"MISA's {means['misa']:.1f} %" in text
+    assert max(abs(mean - means["misa"]) for mean in means.values()) <= 0.9
 
 
 def test_engines() -> None:
