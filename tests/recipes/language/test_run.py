@@ -154,6 +154,17 @@ def test_diverged_run_ends_early(lr: float) -> None:
     assert "Infinity" not in json.dumps(lines)
 
 
+def test_first_weights_may_guess_badly() -> None:
+    """Those of 1.5B parameters do; they are not for an optimizer to answer for."""
+    training = LanguageTraining(settings(choose("adamw")), torch.device("cpu"), None)
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.mul_(30)
+    line = training.first_line()
+    assert line["val_loss"] > 2 * math.log(SIZES["tiny"].vocabulary)
+    assert not line["diverged"]
+
+
 def test_compile_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("torch.compile", lambda part, **options: asked.append(part) or part)
