@@ -78,7 +78,7 @@ def test_report(nano: Results, sizes: Results) -> None:
     muon = next(row for row in rows if row.startswith("| Nano | Muon |"))
     assert "| 5 | **4.020 (4.010 to 4.030)** | +0.000 |" in muon
     assert any("| NSISA, the paper's row, m = 4 |" in row for row in rows)
-    assert any(row.startswith("| Nano | Adam-mini | lr 0.0012, warm-up 40 |") for row in rows)
+    assert any(row.startswith("| Nano | Adam-mini | lr 0.0012, betas ") for row in rows)
     text = RECIPE.report({**sizes, "missing": ["a", "b"]}) if RECIPE.report else ""
     assert "| Medium | NSISA |" in text
     assert "| XL | MISA |" in text
