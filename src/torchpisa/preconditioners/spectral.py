@@ -182,7 +182,8 @@ class Spectral(Preconditioner):
     def scale(self, rows: int, cols: int) -> float:
         """Return what Q of a matrix is divided by."""
         if self.match_rms:
-            return (RMS if min(rows, cols) > 1 else 1.0) * max(rows, cols) ** 0.5
+            rms = RMS if min(rows, cols) > 1 else 1.0
+            return rms * math.sqrt(max(rows, cols))
         return max(1.0, rows / cols) ** 0.5 if self.aspect_scaling else 1.0
 
 
