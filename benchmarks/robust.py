@@ -62,7 +62,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     },
     "mnist": {
         "SISA": SISA(sigma=0.3, rho=100.0),
-        "MISA": MISA(sigma=0.1, rho=10.0, momentum=0.95, match_rms=False),
+        "MISA": MISA(),
         "FedAvg": FedAvg(lr=1.0, local=FullGradient()),
     },
 }

@@ -21,7 +21,7 @@ def test_the_page_says_how_often_the_goal_is_met() -> None:
     result = json.loads((ROOT / "docs/results/robust_mnist.json").read_text(encoding="utf-8"))
     costs = {rule: robust.costs(result, rule, "honest nine") for rule in robust.RULES}
     met = {rule: sum(cost <= 2 for cost in cells.values()) for rule, cells in costs.items()}
-    assert met == {"plain sum": 6, "robust": 19, "with a reference": 23}
+    assert met == {"plain sum": 5, "robust": 19, "with a reference": 23}
     best = [c for (_, name, _), c in costs["with a reference"].items() if name == "MISA"]
     assert sum(cost <= 2 for cost in best) == 10
 
