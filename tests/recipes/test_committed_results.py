@@ -23,6 +23,7 @@ RECIPES = {
     "budgets_trials": budgets.RECIPE,
     "budgets_digits": budgets.RECIPE,
     "budgets_digits_trials": budgets.RECIPE,
+    "budgets_few_rounds": budgets.RECIPE,
     "budgets_few_rounds_trials": budgets.RECIPE,
     "language": language.RECIPE,
     "language_trials": language.RECIPE,
