@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks import engines, first_round, uneven_parts
 from benchmarks.defaults import report as defaults
 from recipes.budgets.config import TRIALS
@@ -151,8 +149,6 @@ def test_which_federated_algorithm() -> None:
 
 def test_engines() -> None:
     """The table beside other engines is that of the saved run, in which all did the same."""
-    if not (ROOT / "docs" / "results" / "federated_engines.json").exists():
-        pytest.skip("python -m benchmarks engines has not been run")
     result = saved("federated_engines")
     assert engines.table(result) in (ROOT / "docs" / "federated.md").read_text(encoding="utf-8")
     for rows in result["cases"].values():

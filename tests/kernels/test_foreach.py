@@ -99,7 +99,7 @@ def test_foreach_equals_loop(kind, common, tensors, seed):
         # Rounding is relative to where the weights have been, not to where they happen to end.
         largest = [float(p.detach().abs().max()) if p.numel() else 0.0 for p in params]
         opt = cls(params, foreach=foreach, **own, **common)
-        for _ in range(12):
+        for _ in range(20):
             for p in params:
                 noise = torch.randn(p.shape, dtype=p.dtype, generator=generator)
                 missing = torch.rand((), generator=generator) < 0.15
