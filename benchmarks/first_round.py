@@ -190,6 +190,8 @@ def main() -> None:
     parser.add_argument("--out", default="docs/results/first_round.json", type=Path)
     parser.add_argument("--show", type=Path, help="a saved file: print its tables")
     args = parser.parse_args()
+    if args.show and not args.show.is_file():
+        parser.error(f"--show must be a file that this command wrote, got {args.show}")
     torch.set_num_threads(1)
     file = args.show or args.out
     result = {

@@ -266,7 +266,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("trials", type=Path, help="results of the preset trials, a JSON file")
     parser.add_argument("--out", type=Path, default=CHOSEN, help="default: chosen.json here")
     args = parser.parse_args(argv)
+    if not args.trials.is_file():
+        parser.error(f"trials must be a file that the recipe wrote, got {args.trials}")
     results = json.loads(args.trials.read_text(encoding="utf-8"))
+    if not results["config"]["trials"]:
+        parser.error(f"trials must be results of a preset of trials, got {args.trials}")
     chosen = choose(results)
     before = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     saved = {**before, results["config"]["chosen"]: chosen}

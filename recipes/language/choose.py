@@ -77,7 +77,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("trials", type=Path, help="results of the preset trials, a JSON file")
     parser.add_argument("--out", type=Path, default=CHOSEN, help="default: chosen.json here")
     args = parser.parse_args(argv)
-    chosen = choose(json.loads(args.trials.read_text(encoding="utf-8")))
+    if not args.trials.is_file():
+        parser.error(f"trials must be a file that the recipe wrote, got {args.trials}")
+    results = json.loads(args.trials.read_text(encoding="utf-8"))
+    if results["config"]["compares"] != "changes":
+        parser.error(f"trials must be results of the preset trials, got {args.trials}")
+    chosen = choose(results)
     args.out.write_text(json.dumps(chosen, indent=1) + "\n", encoding="utf-8")
     for name, entry in chosen.items():
         losses = ", ".join(f"{change} {loss:.3f}" for change, loss in entry["losses"].items())

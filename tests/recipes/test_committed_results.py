@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes import __main__ as command
 from recipes import budgets, gan, heterogeneity, language, rl, rnn, vision
 from recipes.budgets.config import read_chosen
 from recipes.budgets.results import choose
@@ -93,3 +94,16 @@ def test_chosen_settings_follow_from_the_trials() -> None:
         assert entry["count"] == len(trials)
         assert entry["chosen"] == tune.choose(trials, entry["by"]), tune.entry_cell(entry)
         assert all(trial["settings"]["validation"] for trial in trials)
+
+
+@pytest.mark.parametrize(("name", "file"), [("language", "language_nano"), ("budgets", "budgets")])
+def test_choose_refuses_what_are_no_trials(
+    name: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And leaves what was chosen as it is."""
+    out = tmp_path / "chosen.json"
+    for path in (RESULTS / f"{file}.json", tmp_path / "missing.json"):
+        with pytest.raises(SystemExit):
+            command.main([name, "choose", str(path), "--out", str(out)])
+        assert "trials must be " in capsys.readouterr().err
+    assert not out.exists()
