@@ -47,6 +47,8 @@ _CPU_BFLOAT16_LEAST = 2**20
 _SEGMENT = 3
 # Columns per row from which on the short side is cheaper; also what its buffers need.
 _LONG = 2
+# Columns per row from which on the memory of the next X has room for the polynomial, too.
+_ROOMY = 3
 
 # On a GPU from so many rows on, skipping the tiles above the diagonal saves more than Triton loses
 # to cuBLAS.
@@ -54,10 +56,11 @@ _HALVED_ROWS = 256
 # On a CPU, rows of a strip for two threads; fewer would leave threads without work.
 _STRIP_ROWS = 128
 
-# x, the next x, the Gram matrix and its polynomial.
-Buffers = tuple[Tensor, Tensor, Tensor, Tensor]
-# One iteration: reads x, writes the next x, the Gram matrix and its polynomial.
-_Step = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+# x, the next x, and one or two times as many n x n matrices: for the Gram matrix and, where the next x
+# has no room for it, its polynomial.
+Buffers = tuple[Tensor, Tensor, Tensor]
+# One iteration: reads x, writes the next x and the squares.
+_Step = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,7 @@ def chunks(
         alike.setdefault((min(rows, cols), max(rows, cols)), []).append(index)
     cut = []
     for (n, k), indexes in alike.items():
-        # X and the next X, the Gram matrix and its polynomial.
-        each = (2 * n * k + 2 * n * n) * itemsize
+        each = _numbers(n, k) * itemsize
         largest = max(1, (CHUNK_BYTES if most is None else most) // each)
         # As even as possible: a small rest would leave a GPU half empty.
         parts = math.ceil(len(indexes) / largest)
@@ -131,21 +133,20 @@ def _cpu_has_bfloat16() -> bool:
 
 def workspace(chunks: Sequence[Chunk], like: Tensor) -> Callable[[Chunk], Buffers]:
     """Allocate memory for any of `chunks`; return a function that cuts it up for one of them."""
-    sizes = [2 * len(chunk.indexes) * chunk.n * (chunk.k + chunk.n) for chunk in chunks]
+    sizes = [len(chunk.indexes) * _numbers(chunk.n, chunk.k) for chunk in chunks]
     memory = like.new_empty(max(sizes, default=0))
+    return lambda chunk: _cut(memory, len(chunk.indexes), chunk.n, chunk.k)
 
-    def cut(chunk: Chunk) -> Buffers:
-        c, n, k = len(chunk.indexes), chunk.n, chunk.k
-        sizes = [c * n * k, c * n * k, c * n * n, c * n * n]
-        x, following, gram, polynomial = torch.split(memory[: sum(sizes)], sizes)
-        return (
-            x.view(c, n, k),
-            following.view(c, n, k),
-            gram.view(c, n, n),
-            polynomial.view(c, n, n),
-        )
 
-    return cut
+def _numbers(n: int, k: int) -> int:
+    """Return how many numbers the buffers of an n x k matrix hold."""
+    return 2 * n * k + (1 if k >= _ROOMY * n else 2) * n * n
+
+
+def _cut(memory: Tensor, c: int, n: int, k: int) -> Buffers:
+    """Return the buffers of c matrices, in memory of at least c times `_numbers`."""
+    x, following = memory[: 2 * c * n * k].view(2, c, n, k)
+    return x, following, memory[2 * c * n * k : c * _numbers(n, k)].view(-1, c, n, n)
 
 
 def iterate(
@@ -160,23 +161,23 @@ def iterate(
     Args:
         x: (c, n, k) with n <= k; overwritten.
         steps: number of iterations.
-        spare: memory for the next x, (c, n, k), and for two matrices (c, n, n).
+        spare: the other two of x's buffers, see `workspace`.
         halves: whether the symmetric products are Triton's; by default where that is faster.
 
     Returns:
         The result, in `x` or in the first of `spare`.
     """
     c, n, k = x.shape
-    following, gram, polynomial = spare or (torch.empty_like(x), *x.new_empty(2, c, n, n))
+    following, squares = spare or _cut(x.new_empty(c * _numbers(n, k)), c, n, k)[1:]
     step = _step(x, halves)
     # In float32 the plain iteration is kept to the last digits.
     most = _SEGMENT if step is _by_halves and x.itemsize == 2 and k >= _LONG * n else 1
     while steps > 0:
         taken = min(most, steps)
         if taken > 1:
-            _by_gram_matrix(taken, x, following, gram, polynomial)
+            _by_gram_matrix(taken, x, following, squares)
         else:
-            step(x, following, gram, polynomial)
+            step(x, following, squares)
         x, following = following, x
         steps -= taken
     return x
@@ -247,20 +248,20 @@ def _step(x: Tensor, halves: bool | None) -> _Step:
     return _whole
 
 
-def _by_halves(x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:
+def _by_halves(x: Tensor, following: Tensor, squares: Tensor) -> None:
     from torchpisa.kernels.triton.symmetric import symmetric_product
 
+    gram, polynomial = _gram_and_polynomial(following, squares)
     symmetric_product(x, gram)
     _polynomial(gram, polynomial)
-    torch.bmm(polynomial, x, out=following)
+    torch.bmm(_kept(polynomial, squares), x, out=following)
 
 
-def _by_gram_matrix(
-    steps: int, x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor
-) -> None:
+def _by_gram_matrix(steps: int, x: Tensor, following: Tensor, squares: Tensor) -> None:
     """Take two iterations or more as one product with X, by halves."""
     from torchpisa.kernels.triton.symmetric import symmetric_product
 
+    gram, polynomial = _gram_and_polynomial(following, squares)
     # X is not multiplied before the end: until then the memory of the next X is free.
     product, spare = following.view(-1)[: 2 * gram.numel()].view(2, *gram.shape)
     symmetric_product(x, gram)
@@ -278,6 +279,19 @@ def _by_gram_matrix(
     torch.bmm(gram, x, out=following)
 
 
+def _gram_and_polynomial(following: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for both, the latter behind the two matrices of `_by_gram_matrix` if need be."""
+    if len(squares) == 2:
+        return squares[0], squares[1]
+    behind = following.view(-1)[2 * squares.numel() : 3 * squares.numel()]
+    return squares[0], behind.view(squares.shape[1:])
+
+
+def _kept(polynomial: Tensor, squares: Tensor) -> Tensor:
+    """Return the polynomial where the next X does not overwrite it."""
+    return polynomial if len(squares) == 2 else squares[0].copy_(polynomial)
+
+
 def _polynomial(gram: Tensor, out: Tensor) -> None:
     """Write a I + b A + c A A to `out`, by halves."""
     from torchpisa.kernels.triton.symmetric import symmetric_product
@@ -288,25 +302,27 @@ def _polynomial(gram: Tensor, out: Tensor) -> None:
     symmetric_product(gram, out, addend=gram, alpha=quintic, beta=cubic, diagonal=linear)
 
 
-def _whole(x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:
+def _whole(x: Tensor, following: Tensor, squares: Tensor) -> None:
     linear, cubic, quintic = COEFFICIENTS
+    gram, polynomial = _gram_and_polynomial(following, squares)
     torch.bmm(x, x.mT, out=gram)
     torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic, out=polynomial)
-    torch.baddbmm(x, polynomial, x, beta=linear, out=following)
+    torch.baddbmm(x, _kept(polynomial, squares), x, beta=linear, out=following)
 
 
-def _by_strips(rows: int, x: Tensor, following: Tensor, gram: Tensor, polynomial: Tensor) -> None:
+def _by_strips(rows: int, x: Tensor, following: Tensor, squares: Tensor) -> None:
     """Iterate on one matrix: strips of `rows` rows up to the diagonal, and their mirror images."""
     linear, cubic, quintic = COEFFICIENTS
-    x, following, gram, polynomial = x[0], following[0], gram[0], polynomial[0]
-    bounds = [(start, start + rows) for start in range(0, x.size(0), rows)]
+    (gram,), (polynomial,) = _gram_and_polynomial(following, squares)
+    bounds = [(start, start + rows) for start in range(0, x.size(1), rows)]
     for start, stop in bounds:
         here = gram[start:stop, :stop]
-        torch.mm(x[start:stop], x[:stop].T, out=here)
+        torch.mm(x[0, start:stop], x[0, :stop].T, out=here)
         gram[:start, start:stop] = here[:, :start].T
     for start, stop in bounds:
         here = polynomial[start:stop, :stop]
         left = gram[start:stop, :stop]
         torch.addmm(left, gram[start:stop], gram[:, :stop], beta=cubic, alpha=quintic, out=here)
         polynomial[:start, start:stop] = here[:, :start].T
-    torch.addmm(x, polynomial, x, beta=linear, out=following)
+    (polynomial,) = _kept(polynomial[None], squares)
+    torch.addmm(x[0], polynomial, x[0], beta=linear, out=following[0])

@@ -97,7 +97,15 @@ class Reader:
 
     def run(self) -> str:
         """Start a run and return its number."""
-        said = self.flwr("flwr run . federation").replace("\n", " ")
+        said = ""
+
+        def answered() -> bool:
+            # A SuperLink on a busy machine listens before it answers.
+            nonlocal said
+            said = " ".join(self.flwr("flwr run . federation").split())
+            return "SuperLink is unavailable" not in said
+
+        self.deployment.wait(answered, "the SuperLink")
         started = re.search(r"Successfully started run (\d+)", said)
         assert started, said
         return started[1]

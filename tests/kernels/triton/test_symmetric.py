@@ -46,6 +46,18 @@ def relative(value: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((value.double() - wanted).norm() / wanted.norm())
 
 
+def assert_mirrored(out: torch.Tensor, how: TileLaunch) -> None:
+    """Tiles below the diagonal are copied; one on it has its two halves multiplied apart.
+
+    Whether these agree to the last bit depends on the library that the interpreter multiplies with.
+    """
+    number = torch.arange(out.size(-1), device=out.device)
+    rows, cols = number // how.rows * how.rows, number // how.cols * how.cols + how.cols
+    copied = cols <= rows[:, None]
+    assert torch.equal(out[:, copied], out.mT[:, copied])
+    assert relative(out, out.mT.double()) < TOLERANCE[out.dtype]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("how", LAUNCHES, ids=str)
@@ -56,12 +68,12 @@ def test_product(how, dtype, shape):
     exact = x.double() @ x.double().mT
     out = symmetric_product(x, nans(c, n, dtype), how=how)
     assert relative(out, exact) < TOLERANCE[dtype]
-    assert torch.equal(out, out.mT)
+    assert_mirrored(out, how)
     exact = 0.5 * exact - 2 * addend.double() + 3 * torch.eye(n, device=x.device)
     how_much = {"alpha": 0.5, "beta": -2.0, "diagonal": 3.0}
     out = symmetric_product(x, nans(c, n, dtype), addend=addend, **how_much, how=how)
     assert relative(out, exact) < TOLERANCE[dtype]
-    assert torch.equal(out, out.mT)
+    assert_mirrored(out, how)
     symmetric_product(x, addend, addend=addend, **how_much, how=how)
     assert torch.equal(out, addend)
 
