@@ -149,25 +149,32 @@ ONCE = {
     "muon_rest_misa": trial("muon", rest="misa", **MUON),
     "misa_all": trial("misa", before=BOTH_SIDES, damping=0.05, **MISA),
 }
-AGAIN = {  # another setting each
-    "misa_whiten_half": trial("misa", before={**WHITEN, "power": 0.5}, **MISA),
-    "misa_both_sides_lr3.6": trial("misa", before=BOTH_SIDES, **{**MISA, "lr": 3.6e-3}),
-    "soap_muon_lr3": trial("soap_muon", before=BOTH_SIDES, **{**BESIDE_ADAMW, "lr": 3e-3}),
-    "misa_one_side_lr3.6": trial("misa", before=ONE_SIDE, **{**MISA, "lr": 3.6e-3}),
-    "normuon_lr3": trial("normuon", **{**BESIDE_ADAMW, "lr": 3e-3}),
+# The second trial of each: matrices decay by 0.2 % a step, which is Muon's customary 0.1 times 0.02.
+PER_STEP = 0.002
+DECAYED = {
+    f"{name}_decay": replace(
+        once,
+        choice=replace(
+            once.choice,
+            options={**once.choice.options, "weight_decay": PER_STEP / once.choice.options["lr"]},
+            rest_decay=0.0 if once.choice.rest == "own" else None,
+        ),
+    )
+    for name, once in ONCE.items()
+    if name != "misa_all"
 }
-# A queue that may be cut anywhere: all once, two more seeds of those that are expected to win, and
-# of what they are held against, the other settings, and then the other seeds.
-WINNERS, RIVALS = ("misa_whiten", "misa_both_sides"), ("soap_muon", "muon")
+# A queue that may be cut anywhere: all twice, then two more seeds of those that are expected to win
+# and of what they are held against, then the other seeds.
+FINALISTS = tuple(f"{name}_decay" for name in ("misa", "misa_whiten", "muon_rest_misa", "muon"))
 QUEUE = dict.fromkeys(
     [
-        *((name, 0) for name in ONCE),
-        *((name, seed) for names in (WINNERS, RIVALS) for seed in (1, 2) for name in names),
-        *((name, 0) for name in AGAIN),
-        *((name, seed) for seed in (1, 2) for name in (*ONCE, *AGAIN)),
+        *((name, 0) for name in (*ONCE, *DECAYED)),
+        *((name, seed) for seed in (1, 2) for name in FINALISTS),
+        *((name, seed) for seed in (1, 2) for name in ("misa_both_sides_decay", *DECAYED)),
+        *((name, seed) for seed in (1, 2) for name in ONCE),
     ]
 )
-STAGES = tuple(replace((ONCE | AGAIN)[name], label=name, seed=seed) for name, seed in QUEUE)
+STAGES = tuple(replace((ONCE | DECAYED)[name], label=name, seed=seed) for name, seed in QUEUE)
 
 # 124M parameters with every optimizer. Trials of 80 steps of 32 sequences first, then 320 steps of
 # 64 with what was best.

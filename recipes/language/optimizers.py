@@ -31,6 +31,8 @@ class Choice:
             the published GPT-2 script, `"own"`, the optimizer itself by its rule for what is not
             a matrix, or beside Muon `"misa"`, MISA by that rule.
         rest_lr: of AdamW in that case.
+        rest_decay: weight decay of what is not a matrix where the optimizer itself takes it; None
+            for that of the matrices.
         warm_up: steps over which the learning rate rises.
         warm_down: the last part of the steps, over which it falls linearly to zero.
     """
@@ -39,6 +41,7 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
     rest: str = "adamw"
     rest_lr: float = 3.6e-3
+    rest_decay: float | None = None
     warm_up: int = 0
     warm_down: float = WARM_DOWN
 
@@ -102,6 +105,7 @@ def choose(
     name: str,
     *,
     rest: str = "adamw",
+    rest_decay: float | None = None,
     warm_up: int = 0,
     warm_down: float = WARM_DOWN,
     **options: Any,
@@ -109,7 +113,9 @@ def choose(
     """Return the defaults of an optimizer with some options changed."""
     check_name(name)
     schedule = {"warm_up": warm_up, "warm_down": warm_down}
-    return Choice(name, {**DEFAULTS[name], **options}, rest=rest, **schedule)
+    return Choice(
+        *(name, {**DEFAULTS[name], **options}), rest=rest, rest_decay=rest_decay, **schedule
+    )
 
 
 def check_name(name: str) -> None:
@@ -322,7 +328,10 @@ def build_matrix(cls: type[Optimizer], choice: Choice, model: nn.Module, batches
         return cls(params, batches=batches, **COMMON, **options)
 
     if choice.rest == "own":
-        return Team([make(split(model, head=()), **choice.options)], [], batches)
+        groups = split(model, head=())
+        if choice.rest_decay is not None:
+            groups[1]["weight_decay"] = choice.rest_decay
+        return Team([make(groups, **choice.options)], [], batches)
     matrix_optimizer, other = beside_adamw(make, choice, model)
     return Team([matrix_optimizer], [other], batches)
 

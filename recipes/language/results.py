@@ -105,7 +105,8 @@ def describe(settings: dict[str, Any]) -> str:
         words.append(f"betas {betas[0]:g} and {betas[1]:g}")
     if choice["name"] not in ("adamw", "sisa", "adam_mini"):
         rests = {"adamw": f"AdamW {choice['rest_lr']:g}", "misa": "MISA", "own": "its own rule"}
-        words.append(f"rest by {rests[choice['rest']]}")
+        spared = " without decay" if choice.get("rest_decay") == 0 else ""
+        words.append(f"rest by {rests[choice['rest']]}{spared}")
     if choice["warm_up"]:
         words.append(f"warm-up {choice['warm_up']}")
     if choice["warm_down"] != WARM_DOWN:

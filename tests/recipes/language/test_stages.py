@@ -18,20 +18,32 @@ from recipes.language.run import compiled_model, run
 from tests.recipes.language.synthetic import results
 from tests.recipes.language.test_run import CONFIG as TINY
 from tests.recipes.language.test_run import untimed
+from torchpisa.optim.param_groups import split
 from torchpisa.preconditioners.consensus import EigenbasisMoment, Whiten
 
 CONFIG = PRESETS["stages"]
 
 
-def test_the_queue_begins_with_every_optimizer_once() -> None:
+def test_the_queue_has_two_trials_of_every_optimizer_and_then_seeds() -> None:
     runs = list(plan(CONFIG).values())
     assert len({each.name for each in runs}) == len(runs) == len(CONFIG.trials)
-    assert {each.seed for each in runs[:9]} == {0}
-    first = {each.label for each in runs[:9]}
-    assert len(first) == 9
-    assert {"muon", "normuon", "soap_muon", "muon_rest_misa", "misa"} < first
-    for label in {each.label for each in runs}:
+    assert {each.seed for each in runs[:17]} == {0}
+    once, decayed = ([each.label for each in some] for some in (runs[:9], runs[9:17]))
+    assert {"muon", "normuon", "soap_muon", "muon_rest_misa", "misa", "misa_all"} < set(once)
+    assert decayed == [f"{name}_decay" for name in once if name != "misa_all"]
+    for label in decayed:
         assert sorted(each.seed for each in runs if each.label == label) == [0, 1, 2]
+
+
+def test_everybodys_matrices_decay_alike_and_nothing_else() -> None:
+    model = build(SIZES["tiny"], 0)
+    matrices = {id(param) for _, param in split(model, head=())[0]["params"]}
+    for settings in [each for each in plan(CONFIG).values() if each.label.endswith("_decay")][:8]:
+        for optimizer in build_team(settings.choice, model).optimizers:
+            for group in optimizer.param_groups:
+                decays = {id(param) for param in group["params"]} <= matrices
+                per_step = group["lr"] * group["weight_decay"]
+                assert per_step == pytest.approx(0.002 if decays else 0.0)
 
 
 @pytest.mark.parametrize("settings", list(plan(CONFIG).values())[:9], ids=lambda s: s.label)
@@ -99,9 +111,10 @@ def test_runs_of_a_process_share_the_compiled_model(monkeypatch: pytest.MonkeyPa
 
 def loss(settings: Settings) -> float | None:
     """Whitening ends at 3.948, both sides at 3.928, SOAP-Muon diverges with one seed."""
-    if settings.label == "soap_muon" and settings.seed == 2:
+    if settings.label == "soap_muon_decay" and settings.seed == 2:
         return None
-    base = {"misa_whiten": 3.948, "misa_both_sides": 3.928}.get(settings.label, 3.97)
+    ends = {"misa_whiten_decay": 3.948, "misa_both_sides_decay": 3.928}
+    base = ends.get(settings.label, 3.97)
     return base + 0.002 * (settings.seed - 1)
 
 
@@ -115,13 +128,14 @@ def test_report_and_goals(tmp_path: Path) -> None:
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     best = next(line for line in rows if line.startswith("| MISA, eigenbasis of both sides |"))
     assert "| 3 | **3.928 (3.926 to 3.930)** | 10.0 | 100 | 20.00 | 3.0 |" in best
-    assert "| eigenbasis (sides both, every 5), lr 0.003, momentum 0.85, rest by its own" in best
+    assert "| weight_decay 0.666667, eigenbasis (sides both, every 5), lr 0.003" in best
+    assert "rest by its own rule without decay |" in best
     assert "| Muon, the rest by MISA's rule |" in text
     assert re.search(r"\| SOAP-Muon \|.*\*\*diverged\*\*", text)
     assert "| MISA, whitened | whiten (power 0.25, every 10), lr 0.003, momentum 0.85" in text
     goals = RECIPE.check(done)
     assert [goal.holds for goal in goals] == [True, True]
-    assert goals[0].here == "3.948 (3.946 to 3.950), misa_whiten"
+    assert goals[0].here == "3.948 (3.946 to 3.950), misa_whiten_decay"
     worse = results(CONFIG, lambda settings: 4.0)
     assert not any(goal.holds for goal in RECIPE.check(worse))
     one_seed = {name: made for name, made in done["runs"].items() if name.endswith("seed0")}
