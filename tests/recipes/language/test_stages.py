@@ -127,7 +127,7 @@ def test_report_and_goals(tmp_path: Path) -> None:
     text = RECIPE.report(done) if RECIPE.report else ""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     best = next(line for line in rows if line.startswith("| MISA, eigenbasis of both sides |"))
-    assert "| 3 | **3.928 (3.926 to 3.930)** | 10.0 | 100 | 20.00 | 3.0 |" in best
+    assert "| 3 | **3.928 (3.926 to 3.930)** | 3.938 | 10.0 | 100 | 20.00 | 3.0 |" in best
     assert "| weight_decay 0.666667, eigenbasis (sides both, every 5), lr 0.003" in best
     assert "rest by its own rule without decay |" in best
     assert "| Muon, the rest by MISA's rule |" in text
