@@ -149,7 +149,7 @@ ONCE = {
     "muon_rest_misa": trial("muon", rest="misa", **MUON),
     "misa_all": trial("misa", before=BOTH_SIDES, damping=0.05, **MISA),
 }
-# The second trial of each: matrices decay by 0.2 % a step, which is Muon's customary 0.1 times 0.02.
+# The second trial of each: matrices decay by 0.2 % a step, Muon's customary 0.1 times 0.02.
 PER_STEP = 0.002
 DECAYED = {
     f"{name}_decay": replace(

@@ -56,8 +56,8 @@ _HALVED_ROWS = 256
 # On a CPU, rows of a strip for two threads; fewer would leave threads without work.
 _STRIP_ROWS = 128
 
-# x, the next x, and one or two times as many n x n matrices: for the Gram matrix and, where the next x
-# has no room for it, its polynomial.
+# x, the next x, and one or two n x n matrices for each: the Gram matrix and, where the next x has
+# no room for it, its polynomial.
 Buffers = tuple[Tensor, Tensor, Tensor]
 # One iteration: reads x, writes the next x and the squares.
 _Step = Callable[[Tensor, Tensor, Tensor], None]
@@ -280,7 +280,7 @@ def _by_gram_matrix(steps: int, x: Tensor, following: Tensor, squares: Tensor) -
 
 
 def _gram_and_polynomial(following: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for both, the latter behind the two matrices of `_by_gram_matrix` if need be."""
+    """Return memory for both; the latter may lie behind the matrices of `_by_gram_matrix`."""
     if len(squares) == 2:
         return squares[0], squares[1]
     behind = following.view(-1)[2 * squares.numel() : 3 * squares.numel()]
