@@ -45,9 +45,9 @@ _CPU_BFLOAT16_LEAST = 2**20
 # Iterations on the short side before its matrix is computed anew. With three, the result is as
 # accurate as without the short side, in float16 and in bfloat16; with five it is not.
 _SEGMENT = 3
-# Columns per row from which on the short side is cheaper; also what its buffers need.
+# Columns per row from which on the short side is cheaper.
 _LONG = 2
-# Columns per row from which on the memory of the next X has room for the polynomial, too.
+# Columns per row from which on the next X has room for all but one of its matrices.
 _ROOMY = 3
 
 # On a GPU from so many rows on, skipping the tiles above the diagonal saves more than Triton loses
@@ -56,8 +56,7 @@ _HALVED_ROWS = 256
 # On a CPU, rows of a strip for two threads; fewer would leave threads without work.
 _STRIP_ROWS = 128
 
-# x, the next x, and one or two n x n matrices for each: the Gram matrix and, where the next x has
-# no room for it, its polynomial.
+# x, the next x, and one or two n x n matrices for each; see `_squares`.
 Buffers = tuple[Tensor, Tensor, Tensor]
 # One iteration: reads x, writes the next x and the squares.
 _Step = Callable[[Tensor, Tensor, Tensor], None]
@@ -93,7 +92,7 @@ def chunks(
         alike.setdefault((min(rows, cols), max(rows, cols)), []).append(index)
     cut = []
     for (n, k), indexes in alike.items():
-        each = _numbers(n, k) * itemsize
+        each = (2 * k + _squares(n, k) * n) * n * itemsize
         largest = max(1, (CHUNK_BYTES if most is None else most) // each)
         # As even as possible: a small rest would leave a GPU half empty.
         parts = math.ceil(len(indexes) / largest)
@@ -111,12 +110,13 @@ def fast_dtype(params: Sequence[Tensor]) -> torch.dtype | None:
     iteration itself leaves singular values between about 0.7 and 1.2; rounding adds errors in
     directions whose singular values are small beside the largest.
     """
-    if not params or any(param.dtype == torch.float64 for param in params):
+    devices = {param.device.type for param in params}
+    if not params or torch.float64 in {param.dtype for param in params}:
         return None
-    if all(param.is_cuda for param in params):
+    if devices == {"cuda"}:
         return torch.float16
-    much = sum(param.numel() for param in params) >= _CPU_BFLOAT16_LEAST
-    known = all(param.is_cuda or param.is_cpu for param in params)
+    much = sum(map(Tensor.numel, params)) >= _CPU_BFLOAT16_LEAST
+    known = devices <= {"cuda", "cpu"}
     return torch.bfloat16 if much and known and _cpu_has_bfloat16() else None
 
 
@@ -133,20 +133,27 @@ def _cpu_has_bfloat16() -> bool:
 
 def workspace(chunks: Sequence[Chunk], like: Tensor) -> Callable[[Chunk], Buffers]:
     """Allocate memory for any of `chunks`; return a function that cuts it up for one of them."""
-    sizes = [len(chunk.indexes) * _numbers(chunk.n, chunk.k) for chunk in chunks]
+    sizes = [
+        len(chunk.indexes) * (2 * chunk.k + _squares(chunk.n, chunk.k) * chunk.n) * chunk.n
+        for chunk in chunks
+    ]
     memory = like.new_empty(max(sizes, default=0))
-    return lambda chunk: _cut(memory, len(chunk.indexes), chunk.n, chunk.k)
+
+    def cut(chunk: Chunk) -> Buffers:
+        c, n, k = len(chunk.indexes), chunk.n, chunk.k
+        sizes = [c * n * k, c * n * k, _squares(n, k) * c * n * n]
+        x, following, squares = torch.split(memory[: sum(sizes)], sizes)
+        return x.view(c, n, k), following.view(c, n, k), squares.view(-1, c, n, n)
+
+    return cut
 
 
-def _numbers(n: int, k: int) -> int:
-    """Return how many numbers the buffers of an n x k matrix hold."""
-    return 2 * n * k + (1 if k >= _ROOMY * n else 2) * n * n
+def _squares(n: int, k: int) -> int:
+    """Return how many n x n matrices are needed beside an n x k matrix and the next one.
 
-
-def _cut(memory: Tensor, c: int, n: int, k: int) -> Buffers:
-    """Return the buffers of c matrices, in memory of at least c times `_numbers`."""
-    x, following = memory[: 2 * c * n * k].view(2, c, n, k)
-    return x, following, memory[2 * c * n * k : c * _numbers(n, k)].view(-1, c, n, n)
+    What is not read by the last product, which writes the next X, is in the memory of that.
+    """
+    return 2 if _LONG * n <= k < _ROOMY * n else 1
 
 
 def iterate(
@@ -168,7 +175,7 @@ def iterate(
         The result, in `x` or in the first of `spare`.
     """
     c, n, k = x.shape
-    following, squares = spare or _cut(x.new_empty(c * _numbers(n, k)), c, n, k)[1:]
+    following, squares = spare or (torch.empty_like(x), x.new_empty(_squares(n, k), c, n, n))
     step = _step(x, halves)
     # In float32 the plain iteration is kept to the last digits.
     most = _SEGMENT if step is _by_halves and x.itemsize == 2 and k >= _LONG * n else 1
@@ -251,19 +258,19 @@ def _step(x: Tensor, halves: bool | None) -> _Step:
 def _by_halves(x: Tensor, following: Tensor, squares: Tensor) -> None:
     from torchpisa.kernels.triton.symmetric import symmetric_product
 
-    gram, polynomial = _gram_and_polynomial(following, squares)
+    (gram,) = _inside(following, 1)
     symmetric_product(x, gram)
-    _polynomial(gram, polynomial)
-    torch.bmm(_kept(polynomial, squares), x, out=following)
+    _polynomial(gram, squares[0])
+    torch.bmm(squares[0], x, out=following)
 
 
 def _by_gram_matrix(steps: int, x: Tensor, following: Tensor, squares: Tensor) -> None:
     """Take two iterations or more as one product with X, by halves."""
     from torchpisa.kernels.triton.symmetric import symmetric_product
 
-    gram, polynomial = _gram_and_polynomial(following, squares)
     # X is not multiplied before the end: until then the memory of the next X is free.
-    product, spare = following.view(-1)[: 2 * gram.numel()].view(2, *gram.shape)
+    polynomial, *other = squares
+    product, spare, gram = *_inside(following, 3 - len(other)), *other
     symmetric_product(x, gram)
     _polynomial(gram, product)
     symmetric_product(product, polynomial, other=gram)
@@ -274,22 +281,15 @@ def _by_gram_matrix(steps: int, x: Tensor, following: Tensor, squares: Tensor) -
         symmetric_product(spare, gram, other=polynomial)
         symmetric_product(polynomial, spare, other=product)
         product, spare = spare, product
-    _polynomial(gram, polynomial)
-    symmetric_product(polynomial, gram, other=product)
-    torch.bmm(gram, x, out=following)
+    _polynomial(gram, spare)
+    symmetric_product(spare, polynomial, other=product)
+    torch.bmm(polynomial, x, out=following)
 
 
-def _gram_and_polynomial(following: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for both; the latter may lie behind the matrices of `_by_gram_matrix`."""
-    if len(squares) == 2:
-        return squares[0], squares[1]
-    behind = following.view(-1)[2 * squares.numel() : 3 * squares.numel()]
-    return squares[0], behind.view(squares.shape[1:])
-
-
-def _kept(polynomial: Tensor, squares: Tensor) -> Tensor:
-    """Return the polynomial where the next X does not overwrite it."""
-    return polynomial if len(squares) == 2 else squares[0].copy_(polynomial)
+def _inside(following: Tensor, count: int) -> Tensor:
+    """Return the memory of (c, n, k) as `count` times (c, n, n)."""
+    c, n, _ = following.shape
+    return following.view(-1)[: count * c * n * n].view(count, c, n, n)
 
 
 def _polynomial(gram: Tensor, out: Tensor) -> None:
@@ -304,16 +304,16 @@ def _polynomial(gram: Tensor, out: Tensor) -> None:
 
 def _whole(x: Tensor, following: Tensor, squares: Tensor) -> None:
     linear, cubic, quintic = COEFFICIENTS
-    gram, polynomial = _gram_and_polynomial(following, squares)
+    (gram,), polynomial = _inside(following, 1), squares[0]
     torch.bmm(x, x.mT, out=gram)
     torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic, out=polynomial)
-    torch.baddbmm(x, _kept(polynomial, squares), x, beta=linear, out=following)
+    torch.baddbmm(x, polynomial, x, beta=linear, out=following)
 
 
 def _by_strips(rows: int, x: Tensor, following: Tensor, squares: Tensor) -> None:
     """Iterate on one matrix: strips of `rows` rows up to the diagonal, and their mirror images."""
     linear, cubic, quintic = COEFFICIENTS
-    (gram,), (polynomial,) = _gram_and_polynomial(following, squares)
+    ((gram,),), (polynomial,) = _inside(following, 1), squares[0]
     bounds = [(start, start + rows) for start in range(0, x.size(1), rows)]
     for start, stop in bounds:
         here = gram[start:stop, :stop]
@@ -324,5 +324,4 @@ def _by_strips(rows: int, x: Tensor, following: Tensor, squares: Tensor) -> None
         left = gram[start:stop, :stop]
         torch.addmm(left, gram[start:stop], gram[:, :stop], beta=cubic, alpha=quintic, out=here)
         polynomial[:start, start:stop] = here[:, :start].T
-    (polynomial,) = _kept(polynomial[None], squares)
     torch.addmm(x[0], polynomial, x[0], beta=linear, out=following[0])
