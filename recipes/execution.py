@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Runs:
 
         Raises:
             RuntimeError: runs failed; the others were done before it is raised.
+        FileNotFoundError, CorruptFileError: runs failed for want of data.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         places = {name: f"{i}/{len(names)} {name}" for i, name in enumerate(names, start=1)}
@@ -88,6 +89,8 @@ class Runs:
             failed = self.run_in_turn(missing, places)
         if failed:
             first = next(iter(failed.values()))
+            if isinstance(first, FileNotFoundError | CorruptFileError):  # its message says it all
+                raise first
             raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}") from first
 
     def run_in_turn(self, names: list[str], places: dict[str, str]) -> dict[str, BaseException]:
@@ -179,10 +182,14 @@ class TimeLimitError(Exception):
 
 
 def until_deadline(lines: Iterator[Line], deadline: float | None) -> Iterator[Line]:
-    """Yield the lines until the deadline has passed; then raise TimeLimitError."""
+    """Yield the lines until the deadline has passed; then raise TimeLimitError.
+
+    Likewise when the process that started this one is gone: the command may be given once more.
+    """
+    parent = parent_process()
     for line in lines:
         yield line
-        if is_over(deadline):
+        if is_over(deadline) or (parent is not None and not parent.is_alive()):
             raise TimeLimitError
 
 
