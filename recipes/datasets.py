@@ -23,6 +23,7 @@ import os
 import pickle
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,11 +186,18 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
 
     Raises:
         FileNotFoundError: see `locate`.
+        CorruptFileError: what is in the cache cannot be read.
     """
     place, cached = locate(name, folder), _cached(name, data_folder(folder))
     if place == cached:
-        with np.load(cached) as saved:
-            return Arrays(*(saved[field] for field in Arrays._fields))
+        try:
+            with cached.open("rb") as file, np.load(file) as saved:
+                return Arrays(*(saved[field] for field in Arrays._fields))
+        except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            raise CorruptFileError(
+                f"{cached.resolve()} is damaged: {error}. Remove it; it is made anew from the "
+                f"published files. {_source(name).instructions}"
+            ) from None
     arrays = _source(name).read(place)
     if cached.parent.is_dir() and name != "digits":
         # Atomic, because other processes may be reading or writing the same file.
