@@ -26,7 +26,7 @@ TITLES = {
     "sisa": "SISA",
     "nsisa": "NSISA",
     "misa": "MISA",
-    "sgd": "SGD-M",
+    "sgd": "SGD",
     "adabound": "AdaBound",
     "adam": "Adam",
     "radam": "RAdam",

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,13 +23,17 @@ __all__ = [
     "GraphedPass",
     "GraphedRound",
     "Training",
+    "add_precision_option",
     "checkpoint_file",
     "finite_or_none",
     "forward_precision",
     "run_training",
     "save_atomically",
     "seed_from",
+    "with_precision",
 ]
+
+PRECISIONS = ("float32", "bfloat16")
 
 
 class Training(ABC):
@@ -151,10 +156,24 @@ def forward_precision(name: str, device: torch.device) -> contextlib.AbstractCon
 
     Its cache of cast weights is off, because a cast within a CUDA graph must be repeated.
     """
-    if name not in ("float32", "bfloat16"):
+    if name not in PRECISIONS:
         raise ValueError(f"precision must be 'float32' or 'bfloat16', got {name!r}")
     lower = name == "bfloat16" and device.type == "cuda"
     return torch.autocast(device.type, torch.bfloat16, enabled=lower, cache_enabled=False)
+
+
+def add_precision_option(parser: ArgumentParser) -> None:
+    """Add an option to a recipe's command that takes the place of its preset's precision."""
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="of forward passes on a GPU; default: the preset's"
+    )
+
+
+def with_precision(config: Any, args: Namespace) -> Any:
+    """Return a preset with the precision that was asked for, if one was."""
+    if args.precision is None:
+        return config
+    return dataclasses.replace(config, precision=args.precision)
 
 
 class GraphedPass:
