@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks import engines, first_round, uneven_parts
 from benchmarks.defaults import report as defaults
 from recipes.budgets.config import TRIALS
+from torchpisa.presets import PAPER_TABLE
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -173,6 +174,19 @@ def test_animation() -> None:
         f"after {first['MISA']} rounds, SISA after {first['SISA']}, Scaffold after "
         f"{first['Scaffold']}, FedAvg after {first['FedAvg']}."
     ) in text
+
+
+def test_settings_of_the_paper() -> None:
+    """docs/paper.md has every row of the hyperparameter table as the presets have it."""
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    for name, row in PAPER_TABLE.items():
+        gamma = "1" if row.gamma is None else f"{row.gamma[0]:g} / {row.gamma[1]}"
+        numbers = [f"{row.sigma:g}", f"{row.rho:g}", "1 - 1/(E - epoch)" if row.warm_down else gamma]
+        numbers += [f"{value:g}" for value in (row.mu, row.consensus_decay, row.epochs)]
+        numbers += [f"{value:g}" for value in (row.batches, row.rounds)]
+        numbers += [str(row.samples), f"{row.beta:g}"]
+        shown = name.removeprefix("cifar10/")
+        assert f"| `paper/{shown}` | {' | '.join(numbers)} |" in page, name
 
 
 def test_resnet() -> None:
