@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
@@ -190,6 +190,8 @@ def until_deadline(lines: Iterator[Line], deadline: float | None) -> Iterator[Li
     for line in lines:
         yield line
         if is_over(deadline) or (parent is not None and not parent.is_alive()):
+            if isinstance(lines, Generator):
+                lines.close()  # which saves a checkpoint
             raise TimeLimitError
 
 

@@ -88,7 +88,8 @@ def run_training(
         training: just built.
         checkpoints: folder of checkpoints, or None for none. That of a run is removed when the run
             is done; one of other settings is not used.
-        save_every: epochs or steps from one checkpoint to the next.
+        save_every: epochs or steps from one checkpoint to the next. There is one more where the
+            caller closes the generator, as at a time limit.
     """
     lines: list[Line] = []
     file = checkpoint_file(checkpoints, training.settings)
@@ -106,12 +107,22 @@ def run_training(
     yield from lines
     while training.done < training.total and not (lines and lines[-1].get("diverged")):
         lines.append(training.advance())
-        last = training.done == training.total
-        if file is not None and not last and training.done % save_every == 0:
-            save_atomically({"settings": key, "lines": lines, "training": training.state()}, file)
-        yield lines[-1]
+        due = training.done % save_every == 0 and training.done < training.total
+        if file is not None and due:
+            save_run(training, lines, key, file)
+        try:
+            yield lines[-1]
+        except GeneratorExit:
+            if file is not None and not due:
+                save_run(training, lines, key, file)
+            raise
     if file is not None:
         file.unlink(missing_ok=True)
+
+
+def save_run(training: Training, lines: list[Line], key: str, file: Path) -> None:
+    """Save a training and its log so far, right after a line of it."""
+    save_atomically({"settings": key, "lines": lines, "training": training.state()}, file)
 
 
 def checkpoint_file(folder: str | Path | None, settings: Any) -> Path | None:

@@ -180,8 +180,10 @@ def test_settings_of_the_paper() -> None:
     """docs/paper.md has every row of the hyperparameter table as the presets have it."""
     page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     for name, row in PAPER_TABLE.items():
-        gamma = "1" if row.gamma is None else f"{row.gamma[0]:g} / {row.gamma[1]}"
-        numbers = [f"{row.sigma:g}", f"{row.rho:g}", "1 - 1/(E - epoch)" if row.warm_down else gamma]
+        gamma = "1 - 1/(E - epoch)" if row.warm_down else "1"
+        if row.gamma is not None:
+            gamma = f"{row.gamma[0]:g} / {row.gamma[1]}"
+        numbers = [f"{row.sigma:g}", f"{row.rho:g}", gamma]
         numbers += [f"{value:g}" for value in (row.mu, row.consensus_decay, row.epochs)]
         numbers += [f"{value:g}" for value in (row.batches, row.rounds)]
         numbers += [str(row.samples), f"{row.beta:g}"]
