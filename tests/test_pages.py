@@ -191,6 +191,81 @@ def test_settings_of_the_paper() -> None:
         assert f"| `paper/{shown}` | {' | '.join(numbers)} |" in page, name
 
 
+def page(name: str) -> str:
+    """The text of a page, in one line."""
+    return " ".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split())
+
+
+def means(name: str, column: str, *keys: str) -> dict[str, float]:
+    """The means over seeds of what saved runs end with, by their settings and optimizer."""
+    found: dict[str, list[float]] = {}
+    for run in saved(name)["runs"].values():
+        settings = run["settings"]
+        key = "_".join(str(settings[key]) for key in keys)
+        found.setdefault(f"{key}_{settings['choice']['label']}", []).append(run[column])
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def test_images() -> None:
+    """What docs/vision.md says of accuracies."""
+    text = page("vision")
+    short = {key: f"{value:.1f}" for key, value in means("vision", "last", "model").items()}
+    resnet, vgg = (
+        {key.removeprefix(f"{model}_"): value for key, value in short.items() if model in key}
+        for model in ("resnet34", "vgg11")
+    )
+    assert set(resnet) == {"misa", "sgd", "sisa"}
+    assert f"({resnet['misa']} %, SGD {resnet['sgd']}, SISA {resnet['sisa']}, one seed" in text
+    adams_rate = vgg.pop("misa_adam_rate")
+    assert f"({adams_rate} %, one seed; SGD comes next with {vgg['sgd']}, mean of three)" in text
+    assert max(vgg, key=vgg.__getitem__) == "sgd"
+    assert (
+        f"({vgg['sisa']} %) ends above Adam ({vgg['adam']}) and AdamW ({vgg['adamw']}), below "
+        f"AdaBelief ({vgg['adabelief']}) and SGD ({vgg['sgd']})"
+    ) in text
+    assert f"ends at {vgg['misa']} % in two seeds" in text
+    assert f"as Muon does ({vgg['muon']} at the end)" in text
+    sisa, sgd = means("vision_paper", "last", "model").values()
+    assert f"ends at {sisa:.1f} %, SGD at {sgd:.1f} %, one seed each" in text
+    best_sisa, best_sgd = means("vision_paper", "best", "model").values()
+    assert f"which is {best_sisa:.1f} and {best_sgd:.1f} % here" in text
+    results = saved("vision")
+    count, missing = len(results["runs"]), len(results["missing"])
+    assert f"Of the plan's {count + missing} runs {missing} are missing" in text
+
+
+def test_gans() -> None:
+    """What docs/gan.md says of distances."""
+    last = means("gan", "last", "kind")
+    lower = [round(100 * (1 - last[f"{k}_sisa"] / last[f"{k}_adam"])) for k in ("wgan_gp", "wgan")]
+    text = page("gan")
+    assert f"lower by {lower[0]} % (WGAN-GP, three seeds each) and {lower[1]} % (WGAN, two" in text
+    assert "MISA with Adam's rate and momentum has not been run" in text
+    assert not any(key.endswith("misa_adam_rate") for key in last)
+
+
+def test_lstms() -> None:
+    """What docs/rnn.md says of perplexities."""
+    test = {key: f"{value:.1f}" for key, value in means("rnn", "test", "layers").items()}
+    text = page("rnn")
+    assert (
+        f"SISA {test['1_sisa']}, below Adam ({test['1_adam']}) and AdaBelief "
+        f"({test['1_adabelief']})"
+    ) in text
+    assert f"MISA has {test['1_misa']};" in text
+    assert f"no momentum, has {test['1_sgd']};" in text
+    assert f"SISA {test['2_sisa']}, MISA {test['2_misa']}, Adam {test['2_adam']}." in text
+    assert f"MISA {test['3_misa']}, Adam {test['3_adam']}, SISA {test['3_sisa'][:3]}." in text
+    runs = saved("rnn")["runs"]
+    assert [value > 700 for value in runs["lstm3_sisa_e8_seed0"]["valid_perplexity"]] == [
+        *[True] * 5,
+        *[False] * 3,
+    ]
+    first = {key: run["valid_perplexity"] for key, run in runs.items() if key.startswith("lstm1_")}
+    best = [min(first, key=lambda key, at=at: first[key][at]) for at in range(20)]
+    assert best == ["lstm1_misa_e20_seed0"] * 12 + ["lstm1_sgd_e20_seed0"] * 8
+
+
 def test_resnet() -> None:
     """The README's line on ResNet-34 has the means of docs/results/vision.json."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")

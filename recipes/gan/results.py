@@ -99,7 +99,7 @@ def report(results: Results) -> str:
             distances(kind, features, runs),
         ]
         if not first["digits"]:
-            texts = {name: f"{mean:.2f}" for name, (mean, _) in TABLE[kind].items()}
+            texts = {name: f"{mean:.2f} ± {sd:.2f}" for name, (mean, sd) in TABLE[kind].items()}
             parts += list_not_run(texts, runs)
     return compose_report(results, parts, check(results))
 
