@@ -14,6 +14,7 @@ import torch
 
 from recipes import __main__ as command
 from recipes.language import RECIPE, tokens, tune
+from recipes.language.check import QUICK_SHARE
 from recipes.language.config import PRESETS, Config, Settings, Trial, plan
 from recipes.language.model import SIZES, load_weights
 from recipes.language.optimizers import NAMES, Choice, choose, missing_requirement
@@ -80,13 +81,14 @@ def test_weights_of_a_finished_run_are_left(tmp_path: Path) -> None:
     assert training.evaluate(training.validation) == lines[-1]["val_loss"]
 
 
-def test_quick_preset_learns_python() -> None:
-    config = PRESETS["quick"]
-    run_settings = next(run for run in plan(config).values() if run.choice.name == "misa")
-    lines = logged(dataclasses.replace(run_settings, steps=60), config)
+@pytest.mark.parametrize("run_settings", plan(PRESETS["quick"]).values(), ids=lambda run: run.name)
+def test_quick_preset_learns_python(run_settings: Settings) -> None:
+    """A third of the preset, to the losses that the whole of it has to reach and below."""
+    lines = logged(dataclasses.replace(run_settings, steps=60), PRESETS["quick"])
     # Bytes of Python's own source: a guess has 5.5 nats, frequencies of bytes 3.2.
+    most = {"misa": 2.7, "sisa": QUICK_SHARE * math.log(256)}
     assert lines[0]["val_loss"] > 5.3
-    assert lines[-1]["test_loss"] < 2.7
+    assert lines[-1]["test_loss"] < most.get(run_settings.choice.name, 2.9)
 
 
 def test_a_run_is_a_function_of_its_settings() -> None:
@@ -285,7 +287,8 @@ def test_runs_of_another_model_are_named_after_it() -> None:
 def test_one_of_several_sizes() -> None:
     runs = configured("--preset", "sizes", "--model", "gpt2-xl")
     assert len(runs) == 4
-    assert set(runs.items()) < set(plan(PRESETS["sizes"]).items())
+    everything = plan(PRESETS["sizes"])
+    assert all(run == everything[name] for name, run in runs.items())
     with pytest.raises(ValueError, match="--model must be gpt2-medium or gpt2-xl with this preset"):
         configured("--preset", "sizes", "--model", "gpt2")
 
