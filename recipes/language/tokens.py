@@ -194,7 +194,7 @@ def verify(
         if len(stream) < needed:
             raise CorruptFileError(
                 f"{where} must be at least {needed:,} to {kind}, {count} sequences of {context}; "
-                f"got {len(stream):,}. Prepare more text, or try --model gpt2-tiny"
+                f"got {len(stream):,}. Prepare more text; --model gpt2-tiny needs the least"
             )
         largest = int(stream.read(0, needed).max())
         if largest >= vocabulary:
