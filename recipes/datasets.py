@@ -208,7 +208,7 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
 
 
 class CorruptFileError(ValueError):
-    """A file that is not the published one."""
+    """A file that is damaged, not the published one, or does not fit what it is for."""
 
 
 # SHA-256, or MD5 where that is what the publisher gives, by the name of the file.

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import pickle
 import warnings
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes import ranks
+from recipes.datasets import CorruptFileError
 from recipes.recipe import Line
 
 __all__ = [
@@ -134,10 +136,19 @@ def checkpoint_file(folder: str | Path | None, settings: Any) -> Path | None:
 
 
 def read_checkpoint(file: Path | None, key: str) -> dict[str, Any] | None:
-    """Return what a checkpoint of these settings holds, or None if there is none."""
+    """Return what a checkpoint of these settings holds, or None if there is none.
+
+    Raises:
+        CorruptFileError: it is damaged.
+    """
     if file is None or not file.is_file():
         return None
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CorruptFileError(
+            f"{file.resolve()} is damaged, or no checkpoint. Remove it, and the run begins anew"
+        ) from error
     return state if state["settings"] == key else None
 
 

@@ -1,6 +1,7 @@
 """The tables of the pages are those of the saved results."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,36 @@ def test_finetuning() -> None:
         assert f"| {title} | {' | '.join(shown)} |" in page, shown
     pretrained = next(iter(saved("language_finetune_pretraining")["runs"].values()))
     assert f"validation loss {pretrained['val_loss'][-1]:.2f})" in page
+
+
+def test_stages() -> None:
+    """What pages say of the comparison of stages is about the tokens that chose nothing."""
+    losses: dict[str, list[float]] = {}
+    for run in saved("language_stages")["runs"].values():
+        losses.setdefault(run["settings"]["label"], []).append(run.get("test"))
+    names = ("misa", "muon", "muon_rest_misa", "normuon", "misa_whiten", "misa_both_sides")
+    misa, muon, rest, normuon, whitened, both = (
+        statistics.fmean(losses[f"{name}_decay"]) for name in names
+    )
+    files = ("README.md", "docs/language.md", "docs/misa.md", "docs/results.md")
+    readme, language, page, results = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in files
+    )
+    ahead, of_rest, of_rows = f"{muon - misa:.3f}", f"{rest - misa:.3f}", f"{normuon - misa:.3f}"
+    assert f"MISA ends {ahead} below Muon, but only {of_rest} below a Muon that" in readme
+    assert f"MISA ends {ahead} below Muon and {of_rest} below Muon with MISA's rule" in language
+    assert f"for everybody, MISA ends {ahead} below Muon" in page
+    assert f"{ahead} over Muon with AdamW, {of_rows} over NorMuon, and {of_rest} over Muon" in page
+    gain, gain_of_both = f"{misa - whitened:.3f}", f"{misa - both:.3f}"
+    assert f"whitening ends {gain} lower than MISA" in page
+    assert f"both sides {gain_of_both} lower" in page
+    assert f"MISA {misa:.3f}, Muon {muon:.3f}, Muon with MISA's rule for the embedding" in results
+    assert f"embedding {rest:.3f}; whitened {whitened:.3f}, for" in results
+    assert f"Muon gains {muon - rest:.3f} when MISA's rule" in results
+    assert f"ends {of_rest} above MISA" in results
+    assert f"(NorMuon, one seed) gain {muon - normuon:.3f}" in results
+    assert f"gains {gain}** over MISA" in results
+    assert f"both eigenbases {gain_of_both} (one seed)" in results
 
 
 def test_time_of_misas_kernels() -> None:

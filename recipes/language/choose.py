@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.language.config import BASES, CHANGES, CHOSEN, label
+from recipes.language.config import BASES, CHANGES, CHOSEN, label, label_prefix
 from recipes.language.optimizers import TITLES
 from recipes.recipe import Results
 from recipes.tables import markdown, provenance
@@ -42,7 +42,10 @@ def choose(results: Results) -> dict[str, dict[str, Any]]:
 
 def loss_of(results: Results, trial: str) -> float | None:
     """Return the loss that a trial ended with, infinite if it diverged, None if it was not run."""
-    run = results["runs"].get(label(trial, 1, results["config"]["seed"]))
+    config = results["config"]
+    model = config["trials"][0]["model"]  # where it is not the preset's
+    prefix = "" if model is None else label_prefix(model)
+    run = results["runs"].get(label(prefix + trial, 1, config["seed"]))
     if run is None:
         return None
     return float("inf") if run["last"] is None else run["last"]

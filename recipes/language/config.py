@@ -15,7 +15,7 @@ from recipes.language.tokens import SOURCES
 from recipes.recipe import shared_settings
 
 __all__ = ["BASES", "CHANGES", "CHOSEN", "PRESETS", "Config", "Settings", "Trial", "add_arguments"]
-__all__ += ["configure", "finalist", "label", "plan"]
+__all__ += ["configure", "finalist", "label", "label_prefix", "plan"]
 
 CHOSEN = Path(__file__).with_name("chosen.json")
 """The changes that `python -m recipes language choose` chose from the trials, by optimizer."""
@@ -262,13 +262,18 @@ def scaled(rate: float, model: str, power: float) -> float:
     return float(f"{rate * (SIZES['gpt2'].width / SIZES[model].width) ** power:.2g}")
 
 
+def label_prefix(model: str) -> str:
+    """Return what the labels of runs begin with that are not of the preset's own model."""
+    return model.replace("/", "-") + "_"
+
+
 def larger(model: str, name: str, rate: float, power: float, change: str = "") -> Trial:
     """Return an optimizer's base for a larger model, with a rate of 124M."""
     option = "sigma" if name == "nsisa" else "lr"
     settings = {**BASES[name], option: scaled(rate, model, power)}
     if name in WARMED_UP:
         settings["warm_up"] = round(WARM_UP * TRIAL_STEPS)
-    label = f"{model}_{name}" + (f"_{change}" if change else "")
+    label = label_prefix(model) + name + (f"_{change}" if change else "")
     return trial(name, label=label, model=model, seed=0, **settings)
 
 
@@ -371,14 +376,36 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def configure(config: Config, args: Namespace) -> Config:
     """Return a configuration with the model, the tokens and the length that were asked for."""
+    if args.tokens is not None:
+        config = replace(config, tokens=args.tokens)
     if args.model is not None:
-        trials = tuple(replace(trial, model=None) for trial in config.trials)
-        config = replace(config, model=args.model, trials=trials)
+        config = with_model(config, args.model)
+    elif config.model == "tiny" and config.tokens != "python":  # which alone are bytes
+        config = with_model(config, "gpt2-tiny")
     if args.steps is not None:
         if args.steps < 1:
             raise ValueError(f"--steps must be >= 1, got {args.steps}")
         config = replace(config, steps=args.steps)
-    return config if args.tokens is None else replace(config, tokens=args.tokens)
+    return config
+
+
+def with_model(config: Config, model: str) -> Config:
+    """Return a configuration for another model, or for one of those of its trials."""
+    of_trials = dict.fromkeys(trial.model for trial in config.trials if trial.model is not None)
+    if of_trials:
+        if model not in of_trials:
+            raise ValueError(
+                f"--model must be {' or '.join(of_trials)} with this preset, got {model}"
+            )
+        trials = tuple(trial for trial in config.trials if trial.model == model)
+        return replace(config, model=model, trials=trials)
+    if model == config.model:
+        return config
+    prefix = label_prefix(model)
+    trials = tuple(
+        replace(trial, model=model, label=prefix + trial.label) for trial in config.trials
+    )
+    return replace(config, model=model, trials=trials)
 
 
 def plan(config: Config) -> dict[str, Settings]:

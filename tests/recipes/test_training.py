@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.datasets import CorruptFileError
 from recipes.recipe import Line
 from recipes.training import (
     GraphedPass,
@@ -61,6 +62,16 @@ def start(folder: Path, count: int) -> None:
     lines = run_training(Walk(), folder, save_every=2)
     for _ in range(count):
         next(lines)
+
+
+def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    start(tmp_path, 3)
+    file = tmp_path / "run.pt"
+    whole = file.read_bytes()
+    for damaged in (whole[:-100], b"", b"no checkpoint"):
+        file.write_bytes(damaged)
+        with pytest.raises(CorruptFileError, match=r"run\.pt is damaged, or no checkpoint"):
+            list(run_training(Walk(), tmp_path))
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

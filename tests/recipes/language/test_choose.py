@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def test_a_change_that_some_have_not_tried_does_not_count() -> None:
     del done["runs"]["soap_base_m1_seed0"]
     with pytest.raises(ValueError, match="trials must have the base of every optimizer"):
         choose(done)
+
+
+def test_trials_of_another_model() -> None:
+    args = Namespace(model="gpt2-medium", tokens=None, steps=None)
+    done = results(config.configure(CONFIG, args), lambda s: 5.0 - ("muon_rate" in s.label))
+    assert choose(done)["muon"]["changes"] == ["rate"]
+    assert "| Muon | 5.000 | 5.000 | 5.000 | 5.000 | **4.000** |" in (RECIPE.report or str)(done)
 
 
 def test_finalists_have_what_was_chosen(
