@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.preconditioners.test_consensus import gradients, literally
@@ -113,6 +115,48 @@ def test_foreach_equals_the_loop(stage: Stage, dtype: torch.dtype, damping: floa
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2e-2}[dtype]
     for loop, foreach_ in zip(*trained, strict=True):
         torch.testing.assert_close(foreach_, loop, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "before": st.sampled_from([None, *STAGES]),
+            "damping": st.sampled_from([0.0, 0.2]),
+            "blocks": st.sampled_from([1, 2]),
+            "row_beta": st.sampled_from([None, 0.0, 0.95]),
+            "batches": st.sampled_from([1, 2]),
+            "look_ahead": st.sampled_from([1.0, 1.9, 2.0]),
+            "weight_decay": st.sampled_from([0.0, 0.3]),
+            "clip": st.sampled_from([None, 0.5]),
+            "maximize": st.booleans(),
+            "capturable": st.booleans(),
+            "nonfinite": st.sampled_from(["raise", "skip", "ignore"]),
+        }
+    )
+)
+def test_what_combines_equals_the_loop(own: dict[str, Any]) -> None:
+    """All settings go together but a stage and blocks."""
+    trained = []
+    for foreach in (False, True):
+        # Rows that two blocks divide, and a stack of two matrices.
+        shapes = [(6, 9), (8, 6), (6, 9), (4, 4), (2, 5, 4), (4,)]
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(s, generator=generator, **DOUBLE)) for s in shapes]
+        try:
+            opt = MISA(params, lr=0.01, foreach=foreach, **own)
+        except ValueError as error:
+            assert own["before"] is not None
+            assert own["blocks"] == 2
+            assert "blocks must be 1 with before=" in str(error)
+            return
+        assert own["before"] is None or own["blocks"] == 1
+        train(opt, params, 0, 8)
+        opt.flush()
+        trained.append([param.detach() for param in params])
+    for loop, together in zip(*trained, strict=True):
+        assert loop.isfinite().all()
+        torch.testing.assert_close(together, loop, rtol=1e-9, atol=1e-9)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
