@@ -76,6 +76,8 @@ def _of_pytorch_optimizer(optimizer: str, *more: object, **named: object) -> Row
 # dion and emerging_optimizers are not on PyPI, so they are installed from their repositories or not
 # at all.
 _DION = {"use_triton": True}
+# What its constructor finds by a search, and prints.
+_RESTARTS = {"gram_newton_schulz_restart_iterations": (2,)}
 # What AdaptiveMuon's signature asks for; its rows are NorMuon's.
 _ADAPTIVE = {"momentum": 0.95, "weight_decay": 0.01, "moment2_method": "normuon"}
 
@@ -93,10 +95,11 @@ PEERS = [
         *("Muon", "on the short side", {"ns_method": "gram_newton_schulz"}, KERNELS), make=_muon
     ),
     _of_pytorch_optimizer("NorMuon", kinds=KERNELS, make=_muon),
-    Row("gram_newton_schulz", "Muon", kinds=MATRICES, compiles=True),
+    Row("gram_newton_schulz", "Muon", "", _RESTARTS, MATRICES, compiles=True),
     Row(
-        *("gram_newton_schulz", "Muon", "without its kernels", {"ns_use_kernels": False}),
-        **{"kinds": MATRICES, "compiles": True},
+        *("gram_newton_schulz", "Muon", "without its kernels"),
+        *({"ns_use_kernels": False, **_RESTARTS}, MATRICES),
+        compiles=True,
     ),
     Row("muon", "SingleDeviceMuon", kinds=KERNELS),
     Row("dion", "Muon", settings=_DION, kinds=MATRICES),

@@ -92,7 +92,8 @@ def fastest_others(results: list[Result]) -> str:
         row = fastest_other(result)
         if row is not None:
             models.setdefault(row["name"], []).append(result["config"]["model"])
-    return "; ".join(f"{name} for {', '.join(of)}" for name, of in models.items()) or "there is none"
+    shown = [f"{name} for {', '.join(of)}" for name, of in models.items()]
+    return "; ".join(shown) or "none"
 
 
 def times(

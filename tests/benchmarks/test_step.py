@@ -216,6 +216,27 @@ def test_without_compiling_if_that_fails(measure: Measure) -> None:
     assert by_name["x Lazy"]["note"] == "not compiled (compiled: RuntimeError: no compiler)"
 
 
+def test_a_row_that_fails_leaves_alone_what_others_compiled(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
+
+    class Compiled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            events.append("step")
+
+    def make(row: Row, named: rows.Named, compiled: bool) -> torch.optim.Optimizer:
+        if row.label:
+            raise RuntimeError(row.label)
+        return Compiled([param for _, param in named], lr=0.0)
+
+    members = [Row("x", "A", label, make=make, compiles=True) for label in ("", "broken")]
+    measure(members, options=("--no-peers",))
+    assert events[-2:] == ["step", "reset"]
+    assert events.count("reset") == 1
+
+
 def test_gradients_and_views_are_restored() -> None:
     problem = Problem("tiny", "cpu", 0)
     grads = [param.grad.clone() for param in problem.params if param.grad is not None]

@@ -104,7 +104,7 @@ def test_has_the_packages_defaults() -> None:
 
 
 class Track(nn.Module):
-    """A model with the parameters of the public script's, by name, number of dimensions and dtype."""
+    """A model with parameters as the public script's: names, numbers of dimensions and dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
