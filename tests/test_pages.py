@@ -97,12 +97,83 @@ def test_time_of_misas_kernels() -> None:
     ours, muon = (cells("language_stages", name) for name in ("MISA", "Muon"))
     (time, step), (muon_time, muon_step) = (row[5:7] for row in (ours, muon))
     for page in ("misa", "speed"):
-        text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+        text = words(f"docs/{page}.md")
         assert f"{time} ms of" in text
         assert f"{float(muon_time):.0f} of {muon_step}" in text or (
             f"{float(muon_time):.0f} ms of {muon_step}" in text
         )
         assert step in text
+
+
+def words(page: str) -> str:
+    """The text of a page, with a space for every break."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def test_stages_of_misa() -> None:
+    """What docs/misa.md says of the comparison of stages, by seeds that both sides have."""
+    losses: dict[str, dict[int, float]] = {}
+    times: dict[str, float] = {}
+    for run in saved("language_stages")["runs"].values():
+        label, seed = run["settings"]["label"], run["settings"]["seed"]
+        losses.setdefault(label, {})[seed] = run["last"]
+        if seed == 0:
+            times[label] = run["optimizer_ms"]
+
+    def mean(label: str, seeds: Any = None) -> float:
+        own = losses[label]
+        return sum(own[seed] for seed in seeds or own) / len(seeds or own)
+
+    def ahead(label: str, other: str, numbers: dict[int, str]) -> str:
+        both = losses[label].keys() & losses[other].keys()
+        return f"{mean(other, both) - mean(label, both):.3f} ({numbers[len(both)]})"
+
+    page, numbers = words("docs/misa.md"), {1: "one seed", 2: "two seeds"}
+    whiten, eigenbases = (
+        ahead(f"misa_{stage}_decay", "misa_decay", numbers) for stage in ("whiten", "both_sides")
+    )
+    assert f"whitening ends {whiten.replace(' (', ' below MISA without a stage (')}" in page
+    assert f"the eigenbases of both sides {eigenbases}" in page
+    factors = [
+        times[f"misa_{stage}_decay"] / times["misa_decay"] for stage in ("whiten", "both_sides")
+    ]
+    assert [round(factor) for factor in factors] == [7, 38]
+    assert "for seven and 38 times the optimizer's time" in page
+    muon, rest, normuon = (
+        f"{mean(f'{other}_decay') - mean('misa_decay'):.3f}"
+        for other in ("muon", "muon_rest_misa", "normuon")
+    )
+    assert (
+        f"MISA without a stage ends {muon} below Muon with AdamW, {rest} below Muon with MISA's "
+        f"rule for the embedding, and {normuon} below NorMuon"
+    ) in page
+    assert f"MISA ends {muon} below Muon" in page
+    assert f"MISA ends {muon} below Muon (three and two seeds" in words("README.md")
+    same_stage = mean("soap_muon_decay") - mean("misa_both_sides_decay")
+    assert f"it ends {same_stage:.3f} below SOAP-Muon" in page
+    decay = ahead("misa_decay", "misa", numbers)
+    assert f"ends {decay.replace(' (', ' lower than no decay (')}" in page
+
+
+def test_time_of_orthogonalisation() -> None:
+    """Pages that name the fastest other library name the one in the tables."""
+
+    def milliseconds(file: str, name: str) -> str:
+        rows = {row["name"]: row for row in saved(file)["rows"]}
+        return f"{rows[name]['ms']:.1f}"
+
+    misa = milliseconds("matrices_cuda_gpt2-124m", "torchpisa MISA, defaults")
+    nsisa = milliseconds("step_cuda_gpt2-124m", "torchpisa NSISA, defaults")
+    fastest = milliseconds("step_cuda_gpt2-124m", "pytorch_optimizer Muon")
+    where = "which is pytorch_optimizer Muon for gpt2-124m;"
+    assert where in (ROOT / "docs" / "results" / "step.md").read_text(encoding="utf-8")
+    speed = words("docs/speed.md")
+    assert f"NSISA {nsisa} ms and MISA {misa} ms" in speed
+    assert f"pytorch_optimizer's, takes {fastest} ms" in speed
+    assert f"pytorch_optimizer's: {fastest} ms for the matrices alone, MISA {misa}," in words(
+        "docs/misa.md"
+    )
+    assert f"takes {fastest} ms for the matrices alone, and MISA {misa};" in words("README.md")
 
 
 def last_rounds(name: str, algorithm: str, cell: str) -> str:

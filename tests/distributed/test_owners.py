@@ -192,8 +192,8 @@ def optimizer(params: dict[str, nn.Parameter], **settings: Any) -> MISA:
     before = settings.pop("before", None)
     groups = [
         {"params": named("tall", "wide", "alike", "tiny", "square", "filters"), "before": before},
-        {"params": named("fused"), "blocks": 3},
-        {"params": named("experts"), "blocks": 4},
+        {"params": named("fused"), "blocks": 3, "before": before},
+        {"params": named("experts"), "blocks": 4, "before": before},
         {"params": named("embedding", "bias"), "matrix": None},
     ]
     return MISA(groups, lr=0.03, **settings)
