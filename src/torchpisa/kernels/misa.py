@@ -303,7 +303,7 @@ def _blocks_of(job: ConsensusJob, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [block for matrix in matrices for block in matrix.chunk(count)]
 
 
-def _joined(job: ConsensusJob, blocks: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+def _joined(job: ConsensusJob, blocks: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Return what `_blocks_of` has taken apart."""
     count = job.settings["blocks"]
     if count > 1:
