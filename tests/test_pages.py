@@ -128,7 +128,7 @@ def test_stages_of_misa() -> None:
         both = losses[label].keys() & losses[other].keys()
         return f"{mean(other, both) - mean(label, both):.3f} ({numbers[len(both)]})"
 
-    page, numbers = words("docs/misa.md"), {1: "one seed", 2: "two seeds"}
+    page, numbers = words("docs/misa.md"), {1: "one seed", 2: "two seeds", 3: "three seeds"}
     whiten, eigenbases = (
         ahead(f"misa_{stage}_decay", "misa_decay", numbers) for stage in ("whiten", "both_sides")
     )
@@ -148,7 +148,9 @@ def test_stages_of_misa() -> None:
         f"rule for the embedding, and {normuon} below NorMuon"
     ) in page
     assert f"MISA ends {muon} below Muon" in page
-    assert f"MISA ends {muon} below Muon (three and two seeds" in words("README.md")
+    ours, theirs = (numbers[len(losses[label])] for label in ("misa_decay", "muon_decay"))
+    seeds = f"{ours.split()[0]} and {theirs}"
+    assert f"MISA ends {muon} below Muon ({seeds}, " in words("README.md")
     same_stage = mean("soap_muon_decay") - mean("misa_both_sides_decay")
     assert f"it ends {same_stage:.3f} below SOAP-Muon" in page
     decay = ahead("misa_decay", "misa", numbers)
