@@ -26,6 +26,11 @@ def saved(name: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def words(page: str) -> str:
+    """The text of a page, with a space for every break."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
 def test_uneven_parts() -> None:
     plain = uneven_parts.table(runs("uneven_parts")).replace("**", "")
     assert plain in PAGE.replace("**", "")
@@ -96,22 +101,23 @@ def test_finetuning() -> None:
 
 def test_stages() -> None:
     """What pages say of the comparison of stages is about the tokens that chose nothing."""
+    runs = saved("language_stages")["runs"].values()
     losses: dict[str, list[float]] = {}
-    for run in saved("language_stages")["runs"].values():
+    for run in runs:
         losses.setdefault(run["settings"]["label"], []).append(run.get("test"))
     names = ("misa", "muon", "muon_rest_misa", "normuon", "misa_whiten", "misa_both_sides")
-    misa, muon, rest, normuon, whitened, both = (
-        statistics.fmean(losses[f"{name}_decay"]) for name in names
+    misa, muon, rest, normuon, whitened, both, soap = (
+        statistics.fmean(losses[f"{name}_decay"]) for name in (*names, "soap_muon")
     )
     files = ("README.md", "docs/language.md", "docs/misa.md", "docs/results.md")
-    readme, language, page, results = (
-        " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in files
-    )
+    readme, language, page, results = map(words, files)
     ahead, of_rest, of_rows = f"{muon - misa:.3f}", f"{rest - misa:.3f}", f"{normuon - misa:.3f}"
     assert f"MISA ends {ahead} below Muon, but only {of_rest} below a Muon that" in readme
     assert f"MISA ends {ahead} below Muon and {of_rest} below Muon with MISA's rule" in language
-    assert f"for everybody, MISA ends {ahead} below Muon" in page
-    assert f"{ahead} over Muon with AdamW, {of_rows} over NorMuon, and {of_rest} over Muon" in page
+    assert f"MISA ends {ahead} below Muon, and {of_rest} below a Muon that" in page
+    assert f"{ahead} over Muon with AdamW, {of_rows} over NorMuon" in page
+    assert f"and {of_rest} over Muon with MISA's rule for the embedding" in page
+    assert f"it ends {soap - both:.3f} below SOAP-Muon" in page
     gain, gain_of_both = f"{misa - whitened:.3f}", f"{misa - both:.3f}"
     assert f"whitening ends {gain} lower than MISA" in page
     assert f"both sides {gain_of_both} lower" in page
@@ -122,6 +128,16 @@ def test_stages() -> None:
     assert f"(NorMuon, one seed) gain {muon - normuon:.3f}" in results
     assert f"gains {gain}** over MISA" in results
     assert f"both eigenbases {gain_of_both} (one seed)" in results
+    first = {run["settings"]["label"]: run for run in runs if run["settings"]["seed"] == 0}
+    times = [
+        first[f"misa_{stage}_decay"]["optimizer_ms"] / first["misa_decay"]["optimizer_ms"]
+        for stage in ("whiten", "both_sides")
+    ]
+    assert [round(time) for time in times] == [7, 38]
+    assert "for seven and 38 times the optimizer's time" in page
+    assert sum(run["settings"]["label"] == "misa" for run in runs) == 1
+    decay = first["misa"]["last"] - first["misa_decay"]["last"]
+    assert f"ends {decay:.3f} lower than no decay (one seed)" in page
 
 
 def test_time_of_misas_kernels() -> None:
@@ -129,12 +145,33 @@ def test_time_of_misas_kernels() -> None:
     ours, muon = (cells("language_stages", name) for name in ("MISA", "Muon"))
     (time, step), (muon_time, muon_step) = (row[5:7] for row in (ours, muon))
     for page in ("misa", "speed"):
-        text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+        text = words(f"docs/{page}.md")
         assert f"{time} ms of" in text
         assert f"{float(muon_time):.0f} of {muon_step}" in text or (
             f"{float(muon_time):.0f} ms of {muon_step}" in text
         )
         assert step in text
+
+
+def test_time_of_orthogonalisation() -> None:
+    """Pages that name the fastest other library name the one in the tables."""
+
+    def milliseconds(file: str, name: str) -> str:
+        rows = {row["name"]: row for row in saved(file)["rows"]}
+        return f"{rows[name]['ms']:.1f}"
+
+    misa = milliseconds("matrices_cuda_gpt2-124m", "torchpisa MISA, defaults")
+    nsisa = milliseconds("step_cuda_gpt2-124m", "torchpisa NSISA, defaults")
+    fastest = milliseconds("step_cuda_gpt2-124m", "pytorch_optimizer Muon")
+    where = "which is pytorch_optimizer Muon for gpt2-124m;"
+    assert where in (ROOT / "docs" / "results" / "step.md").read_text(encoding="utf-8")
+    speed = words("docs/speed.md")
+    assert f"NSISA {nsisa} ms and MISA {misa} ms" in speed
+    assert f"pytorch_optimizer's, takes {fastest} ms" in speed
+    assert f"pytorch_optimizer's: {fastest} ms for the matrices alone, MISA {misa}," in words(
+        "docs/misa.md"
+    )
+    assert f"takes {fastest} ms for the matrices alone, and MISA {misa};" in words("README.md")
 
 
 def last_rounds(name: str, algorithm: str, cell: str) -> str:

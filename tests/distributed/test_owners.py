@@ -192,8 +192,8 @@ def optimizer(params: dict[str, nn.Parameter], **settings: Any) -> MISA:
     before = settings.pop("before", None)
     groups = [
         {"params": named("tall", "wide", "alike", "tiny", "square", "filters"), "before": before},
-        {"params": named("fused"), "blocks": 3},
-        {"params": named("experts"), "blocks": 4},
+        {"params": named("fused"), "blocks": 3, "before": before},
+        {"params": named("experts"), "blocks": 4, "before": before},
         {"params": named("embedding", "bias"), "matrix": None},
     ]
     return MISA(groups, lr=0.03, **settings)
@@ -260,8 +260,11 @@ WAYS: list[tuple[Any, bool, dict[str, Any]]] = [
     ([COPIES, ROWS], True, {"before": EigenbasisMoment(every=2)}),
     ([COPIES, COLS], True, {"dtype": torch.float32, "state_dtype": torch.float32}),
     ([ROWS, COLS], False, {"damping": 0.1}),
+    ([ROWS], False, {"before": Whiten(every=2), "damping": 0.1, "row_beta": None, "clip": 0.5}),
+    ([COPIES, COLS], True, {"before": Whiten(every=2), "damping": 0.1, "foreach": False}),
     ([COPIES], False, {}),
     (None, True, {}),
+    (None, True, {"before": EigenbasisMoment(every=2), "damping": 0.1, "clip": 0.5, "batches": 2}),
     (None, True, {"dtype": torch.float32, "clip": 0.5, "stage": 10}),
     (None, True, {"foreach": False, "row_beta": None}),
     (None, True, {"before": Whiten(every=2), "batches": 3}),

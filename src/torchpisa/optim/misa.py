@@ -10,7 +10,13 @@ from torch.optim.optimizer import ParamsT
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.kernels import dispatch
 from torchpisa.kernels.job import Member, compute_dtype, real
-from torchpisa.kernels.misa import ConsensusJob, ConsensusKernel, gradients, is_stack
+from torchpisa.kernels.misa import (
+    ConsensusJob,
+    ConsensusKernel,
+    block_shape,
+    gradients,
+    is_stack,
+)
 from torchpisa.optim import arguments
 from torchpisa.optim.nonfinite import verdict
 from torchpisa.optim.optimizer import RoundOptimizer, names_of
@@ -274,6 +280,8 @@ class MISA(RoundOptimizer):
                             "refreshes are not in every round, and a graph would replay one "
                             "round. Step outside of the graph"
                         )
+                    if matrix and group["before"] is not None:
+                        _check_state_of_stage(group, member.origin, self.state[member.origin])
                     decay = float(group["weight_decay"]) if decays else 0.0
                     job = jobs[kind] = ConsensusJob(
                         *([], [], matrix, group, lr, decay, self.iteration, None),
@@ -342,7 +350,7 @@ class MISA(RoundOptimizer):
                     narrow = (*[slice(None)] * leading, *[slice(1)] * (param.dim() - leading))
                     state["rows"] = state["dual"][narrow].clone()
                 if group["before"] is not None:
-                    state.update(_state_of_stage(group["before"], param, state["dual"]))
+                    state.update(_state_of_stage(group, param, state["dual"]))
             device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             return state
@@ -370,8 +378,6 @@ class MISA(RoundOptimizer):
             )
         check_range("damping", group["damping"], 0, high_open=True)
         check_count("blocks", group["blocks"])
-        if before is not None and group["blocks"] > 1:
-            raise ValueError(f"blocks must be 1 with before={before!r}, got {group['blocks']}")
         if group["row_beta"] is not None:
             check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
         check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
@@ -430,15 +436,34 @@ def _clip_scale(
     return (clip / total.sqrt()).clamp(max=1)
 
 
-def _state_of_stage(stage: Stage, param: Tensor, dual: Tensor) -> dict[str, Tensor]:
+def _state_of_stage(group: Group, param: Tensor, dual: Tensor) -> dict[str, Tensor]:
     """Return the first state of a stage; that of a sharded matrix is cut by rows, as the matrix."""
-    n, k = sorted((param.size(0), param.numel() // param.size(0)))
     if type(param) in _PLAIN:
-        return stage.init_state(n, k, dual)
+        return _state_of_blocks(group, param, dual)
     from torchpisa.distributed import dtensor, owners
 
-    state = stage.init_state(n, k, dtensor.local(dual))
+    state = _state_of_blocks(group, param, dtensor.local(dual))
     return {name: owners.spread(value, param) for name, value in state.items()}
+
+
+def _state_of_blocks(group: Group, param: Tensor, like: Tensor) -> dict[str, Tensor]:
+    """Return the first state of a stage, that of each block below that of the one before."""
+    n, k = sorted(block_shape(param, group["blocks"]))
+    state: dict[str, Tensor] = group["before"].init_state(n, k, like)
+    if group["blocks"] > 1:
+        state = {name: torch.cat([value] * group["blocks"]) for name, value in state.items()}
+    return state
+
+
+def _check_state_of_stage(group: Group, param: Tensor, state: Group) -> None:
+    """Raise ValueError if the state of a stage is not for the blocks that a group has now."""
+    expected = _state_of_blocks(group, param, torch.empty(0, device="meta"))
+    for name, value in expected.items():
+        if name not in state or state[name].shape != value.shape:
+            raise ValueError(
+                "before and blocks must stay what they were when the state was made, got "
+                f"{group['before']!r} and {group['blocks']} for one of shape {tuple(param.shape)}"
+            )
 
 
 def _is_captured(member: Member) -> bool:
