@@ -131,7 +131,7 @@ class Diagnostics:
         if callback is not None:
             self._outputs.append(callback)
         optimizer.observers += (self._on_round_end,)
-        begun = optimizer.peers is not None and optimizer.peers.begun
+        begun = optimizer.peers is not None and optimizer.peers.step_begun
         if self._measures_next_round and optimizer.synced and not begun:
             with torch.no_grad():
                 self._before = self._take_snapshot()
@@ -172,8 +172,8 @@ class Diagnostics:
     def _comparable(self, before: measure.RoundSnapshot) -> bool:
         """Return True if one round has ended since, no state was loaded and no parameter is new."""
         optimizer = self._optimizer
-        previous = (optimizer.iteration - 1, optimizer.life)
-        is_previous = (before.iteration, before.load_count) == previous
+        previous = (optimizer.iteration - 1, optimizer.instance_id)
+        is_previous = (before.iteration, before.instance_id) == previous
         return is_previous and before.layout.matches(optimizer)
 
     @property

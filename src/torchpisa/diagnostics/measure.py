@@ -46,13 +46,13 @@ class RoundSnapshot(NamedTuple):
 
     Attributes:
         iteration: rounds done.
-        load_count: the optimizer's number, which changes with every load.
+        instance_id: the optimizer's number, which changes with every load.
         layout: the sampled coordinates.
         samples: by section.
     """
 
     iteration: int
-    load_count: int
+    instance_id: int
     layout: SampleLayout
     samples: list[SectionSample]
 
@@ -78,13 +78,13 @@ def process_groups(optimizer: PISA) -> list["ProcessGroup"]:
     """Return the groups to sum over: the ranks, then the holders of other shards."""
     nodes = [optimizer.peers.group] if isinstance(optimizer.peers, Ranks) else []
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [*nodes, *dtensor.groups(params)]
+    return [*nodes, *dtensor.mesh_groups(params)]
 
 
 def take_snapshot(optimizer: PISA, layout: SampleLayout) -> RoundSnapshot:
     """Copy the samples as they are now."""
     samples = [_take_sample(optimizer, section) for section in layout.sections]
-    return RoundSnapshot(optimizer.iteration, optimizer.life, layout, samples)
+    return RoundSnapshot(optimizer.iteration, optimizer.instance_id, layout, samples)
 
 
 def _take_sample(optimizer: PISA, section: SampleSection) -> SectionSample:
@@ -154,7 +154,7 @@ def _settings(optimizer: PISA, section: SampleSection) -> _Settings:
 
 def _mean_sigmas(optimizer: PISA, part: Part) -> list[float | Tensor]:
     """Return sigma of a part by batch; where it follows gradients, the mean over its elements."""
-    if not part.follows:
+    if not part.sigma_follows:
         return part.sigmas
     params = [param for param in part.params if optimizer.state.get(param)]
     elements = max(1, sum(param.numel() for param in params))
@@ -186,7 +186,7 @@ def _measure_section(
 ) -> _SectionResult:
     part_of, decay = section.part_of, section.dual_decay
     sigma, rho, lr = settings.sigma[:, part_of], settings.rho[:, part_of], settings.lr[part_of]
-    if section.follows:
+    if section.sigma_follows:
         slots = range(optimizer.batches)
         sigmas = [torch.stack(_state(optimizer, section, "sigma", slot)) for slot in slots]
         sigma = torch.stack(sigmas).to(sigma).clamp(min=TINY)[:, section.tensor_of]

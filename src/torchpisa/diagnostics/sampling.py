@@ -92,19 +92,19 @@ class SampleSection:
     Attributes:
         params: the parameters.
         pieces: the sample of each, as far as this process holds it.
-        preconditioner: theirs.
-        dual_decay: theirs.
-        follows: whether their sigma follows their gradients.
-        tensor_of: which of them each coordinate belongs to.
-        part_of: which of the optimizer's parts.
-        scale: how many coordinates of the model each stands for.
+        preconditioner: their preconditioner.
+        dual_decay: their dual decay.
+        sigma_follows: whether sigma follows the gradients.
+        tensor_of: for each coordinate the index of its tensor.
+        part_of: the index of the optimizer's part.
+        scale: the number of coordinates of the model that each one stands for.
     """
 
     params: list[Tensor]
     pieces: list[SampledRuns]
     preconditioner: Preconditioner
     dual_decay: float
-    follows: bool
+    sigma_follows: bool
     tensor_of: Tensor
     part_of: Tensor
     scale: Tensor
@@ -145,7 +145,7 @@ class SampleLayout:
         pieces = sampled_runs(sizes, budget)
         for (param, number), (_, _, *kind), piece in zip(entries, self._key, pieces, strict=True):
             by_kind.setdefault(tuple(kind), []).append((param, number, piece))
-        parts = dtensor.groups([param for param, _ in entries])
+        parts = dtensor.mesh_groups([param for param, _ in entries])
         self.shards = math.prod(group.size() for group in parts)
         self.sections = [_section(optimizer, group, self.shards) for group in by_kind.values()]
         devices = [section.scale.device for section in self.sections]
@@ -171,7 +171,7 @@ def _key(optimizer: PISA) -> tuple[list[Any], list[tuple[Tensor, int]]]:
         for param in part.params:
             dual = optimizer.state.get(param, {}).get(state_key("dual", 0))
             if dual is not None:
-                settings = part.group["dual_decay"], part.follows
+                settings = part.group["dual_decay"], part.sigma_follows
                 kind = dual.device, param.dtype, dual.dtype, rule, *settings
                 key.append((id(param), number, *kind))
                 entries.append((param, number))
@@ -195,7 +195,7 @@ def _section(
         pieces=[piece for _, _, piece in entries],
         preconditioner=part.preconditioner,
         dual_decay=float(part.group["dual_decay"]),
-        follows=part.follows,
+        sigma_follows=part.sigma_follows,
         tensor_of=torch.arange(len(entries)).repeat_interleave(counts).to(device),
         part_of=torch.tensor([n for _, n, _ in entries]).repeat_interleave(counts).to(device),
         scale=torch.tensor(shares, dtype=wide).repeat_interleave(counts).to(device),

@@ -18,7 +18,7 @@ __all__ = ["ResidualBalancing", "Restart"]
 
 
 def _check_sigma_is_given(optimizer: PISA) -> None:
-    if any(part.follows for part in optimizer.parts()):
+    if any(part.sigma_follows for part in optimizer.parts()):
         raise ValueError(
             "optimizer must have been given sigma and rho, but its sigma follows the gradients"
         )
@@ -35,8 +35,8 @@ class Restart:
     Args:
         model: the model, before training.
         optimizer: its optimizer, before training.
-        iterations: how long to watch.
-        factor: what sigma is multiplied by at a restart.
+        iterations: the number of iterations to watch.
+        factor: the factor on sigma at a restart.
         restarts: at most so many.
 
     Examples:
@@ -131,10 +131,10 @@ class ResidualBalancing:
     vanish; `ratio` must leave room for their noise.
 
     Args:
-        optimizer: whose sigma is changed, in all parameter groups.
+        optimizer: the optimizer whose sigma is changed, in all parameter groups.
         every: iterations between two looks.
         ratio: by how much one residual must exceed the other.
-        factor: what sigma is multiplied or divided by.
+        factor: the factor by which sigma is multiplied or divided.
     """
 
     def __init__(
