@@ -51,7 +51,7 @@ def iid(data: Dataset[Any] | Sized | int, clients: int, *, seed: int = 0) -> Par
 
     Args:
         data: anything with a length, or that length.
-        clients: how many.
+        clients: the number of clients.
         seed: decides who gets which.
 
     Examples:
@@ -137,7 +137,7 @@ def dirichlet(
 
     Args:
         labels: one integer per sample, as a tensor, list or array. Their values are arbitrary.
-        clients: how many.
+        clients: the number of clients.
         alpha: \(\alpha > 0\); 0.1 and 0.5 are common.
         seed: decides the shares, and which samples.
         smallest: the least number of samples of a client. The shares of all labels are drawn again
@@ -181,7 +181,7 @@ def by_mixture(
 
     Args:
         labels: one integer per sample, as a tensor, list or array. Their values are arbitrary.
-        clients: how many.
+        clients: the number of clients.
         alpha: \(\alpha > 0\); the smaller, the fewer labels a client has.
         sizes: samples of each client, at most all in sum; by default equal, give or take one.
         seed: decides the mixtures, and which samples.
@@ -223,7 +223,7 @@ def by_owner(owners: Iterable[Hashable], *, smallest: int = 1) -> Parts:
     which they first appear.
 
     Args:
-        owners: of each sample, anything that can be compared and hashed.
+        owners: the owner of each sample, anything that can be compared and hashed.
         smallest: owners of fewer samples are left out.
 
     Raises:
@@ -256,7 +256,7 @@ def by_quantity(
 
     Args:
         data: anything with a length, or that length.
-        clients: how many.
+        clients: the number of clients.
         alpha: \(\alpha > 0\); the smaller, the more unequal the sizes.
         seed: decides the sizes, and which samples.
         smallest: the least number of samples of a client. The sizes are drawn again until every
@@ -331,7 +331,7 @@ def add_noise(inputs: Tensor, level: float, *, client: int = 0, seed: int = 0) -
     Args:
         inputs: floating-point features of one client's samples, of any shape.
         level: the variance, of `noise_levels` for instance.
-        client: which client, so that each has noise of its own.
+        client: the number of the client, each of which has its own noise.
         seed: decides the noise, together with `client` and the shape of `inputs`.
 
     Raises:

@@ -50,7 +50,7 @@ def factor(name: str, schedule: Schedule, iteration: int) -> float:
     """Return the factor of a round: a number's power, or what a function returns.
 
     Args:
-        name: of the argument, for the error about what a function returned.
+        name: the name of the argument, for the error about what a function returned.
         schedule: the schedule.
         iteration: the round, from 0.
     """

@@ -219,7 +219,7 @@ class PISA(Penalised):
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
-        local: what a client does in a round; one full local gradient by default. Several local
+        local: the local work of a client; one full local gradient by default. Several local
             steps are our extension: they go on minimising the client's augmented Lagrangian,
             from \(w_i\) instead of \(w\), before the dual is updated once. The fixed points stay.
     """
@@ -266,7 +266,7 @@ class SISA(Penalised):
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
-        local: what a client does in a round; one full local gradient by default. Several local
+        local: the local work of a client; one full local gradient by default. Several local
             steps are our extension, see `PISA`.
         scheme: `"adagrad"`, `"rmsprop"` or `"adam"`: Schemes I, II and III of equation (4.4).
         beta: \(\beta_i\) of Schemes II and III.
@@ -362,9 +362,9 @@ class MISA(Penalised):
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
-        local: what a client does in a round; one full local gradient by default.
+        local: the local work of a client; one full local gradient by default.
         match_rms: False for steps of at most 1/rho in spectral norm, whatever the shape.
-        method: how the server computes it; see `torchpisa.preconditioners.Spectral`.
+        method: the server's method of computing it; see `torchpisa.preconditioners.Spectral`.
             `"smooth"`, the default, is cheap and as rough as Muon.
     """
 
@@ -444,7 +444,7 @@ class LocalMISA(MISA):
     Args:
         sigma: \(\sigma^0 > 0\), the penalty; all arguments are those of `MISA`.
         rho: \(\rho \ge 0\): bounds every local step, as it bounds a round of `MISA`.
-        local: what a client does in a round; ten mini-batches by default.
+        local: the local work of a client; ten mini-batches by default.
     """
 
     local: LocalWork = field(default_factory=lambda: Minibatches(steps=10))

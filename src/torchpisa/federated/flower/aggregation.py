@@ -37,7 +37,7 @@ class Round:
         number: from 1.
         present: clients whose update was taken.
         absent: clients that were to take part and did not, those rejected included.
-        rejected: why an update was not taken, by client.
+        rejected: reasons for rejected updates, by client.
         late: by how many rounds an update was late, by client; these are among those present.
     """
 
@@ -58,12 +58,12 @@ class RoundAggregation:
     Args:
         algorithm: the algorithm.
         server: as the round was opened with.
-        screen: what is too large.
-        samples: of every client.
-        seed: of the training.
-        ledger: where updates that were taken are entered, if anywhere.
+        screen: limits on the size of updates.
+        samples: the samples of every client.
+        seed: the seed of the training.
+        ledger: a ledger of accepted updates, or None.
         judge: rejects updates that no honest client would send, once all have arrived.
-        shares: of every client; those of its samples by default.
+        shares: the share of every client; by default that of its samples.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class RoundAggregation:
         """Return the sum of the accepted updates times their shares, and the sum of the shares.
 
         Args:
-            asked: how many clients were asked for an update, those without an answer included.
+            asked: the number of clients that were asked, those without an answer included.
         """
         if self._screen.outgrown(list(self._sizes.values()), asked, self._scale):
             _log.warning(

@@ -31,7 +31,7 @@ class ClientRecord:
     """The part of a client that outlives a run.
 
     Attributes:
-        samples: how many it has.
+        samples: the number of its samples.
         accepted: iteration of the last update taken from it, -1 before the first.
         life: the number of times it was restarted with an empty memory.
         key: fingerprint of the public key of its node.
@@ -58,13 +58,13 @@ class Checkpoint:
         training: the id of the training, by which clients tell two of them apart.
         server: weights, memory and numbers.
         clients: by name.
-        ledger: what each client has added to the server's memory; see `Ledger`.
+        ledger: the contributions of each client to the server's memory; see `Ledger`.
         sizes: sizes of the updates of recent rounds, for the screen.
         evicted: clients that are not let in again.
         lives: the next `life` of clients that have left, which voids their memory.
-        judge: what a robust selection knows about the clients, if there is one.
+        judge: the state of the `Judge`, if there is one.
         largest_count: the number of samples that a client counts with at most.
-        spent: what is revealed about each client; see `PrivacyAccount`.
+        spent: the privacy loss of each client; see `PrivacyAccount`.
         generation: the number of times that the checkpoint was written.
         run: Flower's id of the run that wrote it.
         setting: algorithm and seed, which must stay the same.

@@ -66,7 +66,7 @@ def client_app(
         algorithm: that of the server, or a function that reads it from `context.run_config`. If
             the two differ, the client refuses to train.
         loss: from outputs and targets to one loss per sample.
-        folder: where the client keeps its memory (duals, moments, control variates) between
+        folder: the folder of the client's memory (duals, moments, control variates) between
             rounds; a path, or a function of the context. Without one it is kept in Flower's
             `context.state`, which is lost with the SuperNode or the run: good for simulations.
         evaluate: measures the global model on the client's data when the server asks for it.

@@ -69,7 +69,7 @@ class RefusedError(Exception):
     """A request that is not forwarded.
 
     Attributes:
-        status: of HTTP.
+        status: the HTTP status.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -230,7 +230,7 @@ def run_gate(
         port: the port to listen on.
         root_certificates: the authority that has signed the SuperLink's certificate.
         certificate: shown to SuperNodes.
-        key: of that certificate.
+        key: the key of that certificate.
         max_reply: bytes that a SuperNode may send for every message it was given.
     """
     trust = ssl.create_default_context(cafile=str(root_certificates))

@@ -26,7 +26,7 @@ class Client(ClientRecord):
     """A client as the server knows it in this run.
 
     Attributes:
-        name: who it is, whatever its node id.
+        name: its name, which does not depend on its node.
         node: the node that speaks for it, if one has introduced itself in this run.
     """
 
@@ -61,7 +61,7 @@ class Roster:
     Args:
         patience: seconds after which a node that has not introduced itself is asked again.
         on_join: called with a new client before it is registered.
-        admission: who is let in.
+        admission: rules for admission.
 
     Attributes:
         clients: by name.

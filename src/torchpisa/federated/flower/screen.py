@@ -38,7 +38,7 @@ class Screen:
         ceiling: updates larger than so many times the weights (their norm plus the root of their
             number, times sigma if that is larger than 1) are rejected even if there is nothing to
             compare with.
-        rounds: how many rounds back the median looks.
+        rounds: the number of recent rounds in the median.
     """
 
     def __init__(self, largest: float = 3.0, ceiling: float = 1e3, rounds: int = 5) -> None:
@@ -67,9 +67,9 @@ class Screen:
         """Return what is wrong with an update of this size, or None.
 
         Args:
-            size: of the update.
+            size: the size of the update.
             others: sizes that arrived in this round so far, its own included.
-            weight_scale: what the ceiling is a multiple of.
+            weight_scale: the unit of `ceiling`.
         """
         ceiling = self.ceiling * weight_scale
         for name, value in size.items():
@@ -89,9 +89,9 @@ class Screen:
 
         Args:
             seen: sizes that arrived in the round.
-            asked: how many clients were asked for an update, those without an answer included. A
+            asked: the number of clients that were asked for an update, with or without an answer. A
                 majority of the answers alone could be one client's, while the others are away.
-            weight_scale: what the ceiling is a multiple of.
+            weight_scale: the unit of `ceiling`.
         """
         ceiling = self.ceiling * weight_scale
         larger = sum(
