@@ -83,8 +83,8 @@ def normalize_rows(
         o: the matrix.
         squares: mean square of each of its rows, (rows, 1).
         rows: averages of these over time.
-        step: how often they were updated, this time included.
-        beta: how much of the averages is kept.
+        step: the number of updates, the current one included.
+        beta: decay of the averages.
         eps: added to the roots.
 
     Returns:
@@ -103,8 +103,8 @@ def scale_entries(
         u: \(U\).
         r: the residual.
         moment: average of \(r \odot r\).
-        step: how often it was updated, this time included.
-        beta: how much of the average is kept.
+        step: the number of updates, the current one included.
+        beta: decay of the average.
         eps: added to the root.
 
     Returns:

@@ -34,7 +34,7 @@ def newton_schulz(b: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -
     Args:
         b: matrices in the last two dimensions; leading dimensions are a batch.
         steps: number of quintic iterations.
-        dtype: what the products are computed in; that of `b` by default.
+        dtype: dtype of the products; by default that of `b`.
 
     Returns:
         A tensor of the shape and dtype of `b`. A zero matrix stays zero.

@@ -69,7 +69,7 @@ class MicroBatches:
 
     Args:
         optimizer: an optimizer of torchpisa with as many `batches` as a window has micro-batches.
-        scaler: what the losses are scaled by, if anything. A micro-batch whose gradients are not
+        scaler: the GradScaler of the losses, if any. A micro-batch whose gradients are not
             finite is left out together with the rest of its window, and the scaler gets to see it.
 
     Attributes:
@@ -90,7 +90,7 @@ class MicroBatches:
         """Multiply the gradients of the micro-batch that has just ended by a factor.
 
         Args:
-            factor: what the loss was divided by, so that the optimizer sees the gradient of the
+            factor: the divisor of the loss, so that the optimizer sees the gradient of the
                 loss itself.
         """
         grads = self._gradients()
@@ -166,10 +166,10 @@ class MicroBatchHooks:
         optimizer: an optimizer of torchpisa with `batches` equal to `steps`; for any other one
             nothing happens.
         steps: micro-batches in a window.
-        divided_by: what the loop divides the loss of a micro-batch by: `steps` where losses are
+        divided_by: the loop's divisor of the loss of a micro-batch: `steps` where losses are
             means over a window, 1 where they are added up.
         max_norm: the norm that the loop clips gradients to, None for no clipping.
-        scaler: what the loop scales losses by.
+        scaler: the GradScaler of the loop, if any.
 
     Raises:
         ValueError: `batches` is neither 1 nor `steps`.

@@ -36,7 +36,7 @@ def keep_own_gradients(optimizer: Optimizer | None, models: Iterable[nn.Module])
 
     Args:
         optimizer: any optimizer; nothing happens unless it has a `process_group`.
-        models: what the framework has made of the models. If none has the optimizer's parameters,
+        models: the models as wrapped by the framework. If none has the optimizer's parameters,
             nothing happens.
 
     Raises:

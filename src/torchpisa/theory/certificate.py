@@ -29,8 +29,8 @@ class Check:
     r"""A statement at the iterate of a run where it came closest to failing.
 
     Attributes:
-        name: what is stated.
-        reference: where the paper states it.
+        name: the name of the statement.
+        reference: its place in the paper.
         holds: whether it holds at every iterate.
         margin: (bound - value) / |bound|, the part of the bound that is left (-1 where the bound
             is 0 and the value is not); negative if the statement fails, -inf if a side is not a
@@ -61,7 +61,7 @@ class Certificate:
     r"""The result of `certify`.
 
     Attributes:
-        title: what was run.
+        title: a description of the run.
         constants: \(\delta\), \(\varepsilon_i\), \(r_i\), the terms of (3.4) and those of the rate.
         sigma0: \(\sigma^0 = \min_i \sigma_i^0\) of the run.
         unmet: conditions of the theory that the run does not meet, in words.

@@ -42,7 +42,7 @@ class Trial:
     Attributes:
         sigma: with which it was made.
         steps: when the loss was looked at.
-        losses: what it was then, always on the same batches.
+        losses: the losses then, always on the same batches.
         verdict: `"steady"`, `"oscillates"` or `"diverges"`.
     """
 
@@ -57,7 +57,7 @@ class Finding:
     """The result of `find_sigma`.
 
     Attributes:
-        sigma: of the steady run that ended lowest.
+        sigma: the sigma of the steady run that ended lowest.
         rho: with which all runs were made.
         trials: all runs, from the smallest sigma upward.
     """

@@ -21,7 +21,7 @@ def loss_trend(losses: Sequence[float], noise: float = 0.0) -> LossTrend:
     The first half may rise: with momentum a run overshoots before it settles.
 
     Args:
-        losses: of the same data, or averages over different data.
+        losses: losses on the same data, or averages over different data.
         noise: standard deviation of such an average; what it explains is not counted as a rise.
     """
     if not all(map(math.isfinite, losses)):
