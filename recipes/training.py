@@ -35,7 +35,7 @@ class Training(ABC):
     """A training that `run_training` can run, interrupt and resume.
 
     Args:
-        settings: of the run, a dataclass with a `name`.
+        settings: the settings of the run, a dataclass with a `name`.
         device: the device to train on.
         total: the length of the run, in epochs or steps.
 
