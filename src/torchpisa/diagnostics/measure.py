@@ -1,8 +1,8 @@
-r"""The numbers of one round, from samples of the weights and duals before and after it.
+r"""Measure one round, from samples of the weights and duals before and after it.
 
-What happened in a round shows in the duals: \(\pi_i\) changes by \(\delta_i = \sigma_i d_i\), and
-\(w_i = w + d_i\). The relative learning rate divides sigma, so that what the paper calls
-\(\sigma_i\) is sigma / lr here.
+The duals show the local steps: \(\pi_i\) changes by \(\delta_i = \sigma_i d_i\), and
+\(w_i = w + d_i\). The relative learning rate divides sigma, so the paper's \(\sigma_i\) is
+sigma / lr here.
 """
 
 import math
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RoundSnapshot", "measure", "process_groups", "take_snapshot"]
 
-# Values that a median is taken of: over all processes, and the least number of each process.
+# Number of values in a median: over all processes, and at least from each process.
 _MEDIAN_OF, _MEDIAN_OF_EACH = 2**12, 2**6
 
 
@@ -45,10 +45,10 @@ class RoundSnapshot(NamedTuple):
     """Samples of weights and duals between two rounds.
 
     Attributes:
-        iteration: rounds done.
+        iteration: the number of rounds done.
         instance_id: the optimizer's number, which changes with every load.
         layout: the sampled coordinates.
-        samples: by section.
+        samples: the samples, by section.
     """
 
     iteration: int
@@ -82,7 +82,7 @@ def process_groups(optimizer: PISA) -> list["ProcessGroup"]:
 
 
 def take_snapshot(optimizer: PISA, layout: SampleLayout) -> RoundSnapshot:
-    """Copy the samples as they are now."""
+    """Return copies of the samples."""
     samples = [_take_sample(optimizer, section) for section in layout.sections]
     return RoundSnapshot(optimizer.iteration, optimizer.instance_id, layout, samples)
 
@@ -223,11 +223,11 @@ def _diagonal(
     stepped: Tensor,
     new: SectionSample,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return rho q and where it is known, or None if Q has no diagonal."""
+    """Return rho q and a mask of the known entries, or None if Q has no diagonal."""
     rule = section.preconditioner
     if type(rule) is NewtonSchulz:
-        # d = -s/(sigma + rho |s|) with q = |s|, so rho q is the part rho |d| of the sum, and there
-        # is no need to orthogonalise again.
+        # d = -s/(sigma + rho |s|) with q = |s|. So rho q follows from rho |d|, without
+        # orthogonalising again.
         if not section.dual_decay:
             return None
         share = (rho * delta.abs() / sigma).clamp(max=1 - torch.finfo(delta.dtype).eps)
@@ -246,7 +246,7 @@ def _diagonal(
 
 
 def _common_step(steps: Tensor) -> float | None:
-    """Return the step that all counters show, if the host can tell without waiting."""
+    """Return the common value of all counters if they are equal and on the CPU."""
     if steps.device.type != "cpu":
         return None
     lowest, highest = steps.aminmax()
@@ -254,7 +254,7 @@ def _common_step(steps: Tensor) -> float | None:
 
 
 def _diagonals_by_batch(optimizer: PISA, section: SampleSection) -> Tensor | None:
-    """Return q of an unknown preconditioner, which is asked for all of every tensor."""
+    """Return q of a user's preconditioner, computed for whole tensors."""
     rows = []
     for slot in range(optimizer.batches):
         row = []
@@ -304,6 +304,6 @@ def _gather_from_all(
 def _medians(values: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted median of each row."""
     ordered, order = values.sort(dim=1)
-    reached = weights[order].cumsum(1)
-    place = torch.searchsorted(reached, reached[:, -1:] / 2)
+    cumulative = weights[order].cumsum(1)
+    place = torch.searchsorted(cumulative, cumulative[:, -1:] / 2)
     return ordered.gather(1, place.clamp(max=weights.numel() - 1)).squeeze(1)

@@ -1,7 +1,7 @@
-"""The sample of coordinates that is measured: short runs at even distances, some of every tensor.
+"""Sample coordinates to measure: short runs at even distances in every tensor.
 
-They are runs because memory is read in lines; at even distances because that is one view per tensor
-and one call copies from many views; and always the same ones, so that rows can be compared.
+Runs, because memory is read in cache lines. At even distances, because a tensor then needs one
+view, and one call copies many views. Always the same ones, so that rows can be compared.
 """
 
 import math
@@ -87,11 +87,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleSection:
-    """Parameters whose samples are computed together; completely sampled ones come first.
+    """Parameters that are measured together; completely sampled ones come first.
 
     Attributes:
         params: the parameters.
-        pieces: the sample of each, as far as this process holds it.
+        pieces: the sampled runs of each, in the local part.
         preconditioner: their preconditioner.
         dual_decay: their dual decay.
         sigma_follows: whether sigma follows the gradients.
@@ -131,10 +131,10 @@ class SampleLayout:
     """The sampled coordinates of all parameters that have state.
 
     Attributes:
-        sections: the parameters, by what they have in common.
-        home: the device where sections come together.
-        shards: processes that hold parts of them.
-        sizes: elements by part of the optimizer.
+        sections: the parameters, grouped by rule, device and dtype.
+        home: the device on which sections are combined.
+        shards: the number of processes that share the parameters.
+        sizes: the number of elements, by part of the optimizer.
     """
 
     def __init__(self, optimizer: PISA) -> None:
@@ -156,12 +156,12 @@ class SampleLayout:
             self.sizes[number] += param.numel()
 
     def matches(self, optimizer: PISA) -> bool:
-        """Return True while no parameter is new, has moved or has changed its rule."""
+        """Return True if parameters, devices and rules are still the same."""
         return self._key == _key(optimizer)[0]
 
 
 def _key(optimizer: PISA) -> tuple[list[Any], list[tuple[Tensor, int]]]:
-    """Return what a layout depends on, and the parameters with the indices of their groups."""
+    """Return a key for everything that a layout depends on, and parameters with their parts."""
     key = []
     entries = []
     for number, part in enumerate(optimizer.parts()):
