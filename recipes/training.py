@@ -118,7 +118,7 @@ def checkpoint_file(folder: str | Path | None, settings: Any) -> Path | None:
 
 
 def read_checkpoint(file: Path | None, key: str) -> dict[str, Any] | None:
-    """Return the checkpoint of these settings, or None if there is none."""
+    """Return what a checkpoint of these settings holds, or None if there is none."""
     if file is None or not file.is_file():
         return None
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)

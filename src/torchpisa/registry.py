@@ -117,12 +117,12 @@ def create(
     """
     info: OptimizerInfo = _find("name", name, OPTIMIZERS)
     if preset is not None:
-        entry: Preset = _find("preset", preset, PRESETS)
-        if entry.optimizer != info.name:
+        known: Preset = _find("preset", preset, PRESETS)
+        if known.optimizer != info.name:
             raise ValueError(
-                f"preset must be one of {info.name}'s, got {preset!r}, which is {entry.optimizer}'s"
+                f"preset must be one of {info.name}'s, got {preset!r}, which is {known.optimizer}'s"
             )
-        arguments = {**entry.arguments(rounds, epochs), **arguments}
+        arguments = {**known.arguments(rounds, epochs), **arguments}
     elif rounds is not None or epochs is not None:
         raise ValueError(f"rounds and epochs need a preset, got {rounds!r} and {epochs!r}")
     if not isinstance(model, nn.Module):

@@ -22,11 +22,11 @@ __all__ = [
     "check_shared",
     "check_sigma",
     "check_without_sigma",
-    "from_locals",
     "has_peers",
     "normalize_penalties",
     "normalized",
     "numbers",
+    "of_constructor",
     "per_batch",
     "plain",
     "reject_foreign_calibration",
@@ -60,8 +60,8 @@ FOREIGN_KEYS = frozenset(
 )
 
 
-def from_locals(local_variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a constructor's arguments but `params`, given its `locals()`."""
+def of_constructor(local_variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an optimizer's constructor, parameters apart, from its `locals()`."""
     others = ("self", "params", "__class__")
     return {name: value for name, value in local_variables.items() if name not in others}
 

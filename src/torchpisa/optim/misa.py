@@ -157,7 +157,7 @@ class MISA(RoundOptimizer):
         state_dtype: torch.dtype | None = None,
         replicas: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
-        settings = arguments.normalized(arguments.from_locals(locals()), _FLOATS)
+        settings = arguments.normalized(arguments.of_constructor(locals()), _FLOATS)
         settings["matrix"] = None
         if settings.pop("replicas") is not None:
             from torchpisa.distributed.process_group import group_of

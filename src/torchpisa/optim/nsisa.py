@@ -166,7 +166,7 @@ class NSISA(PISA):
         process_group: ProcessGroup | DeviceMesh | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        settings = arguments.from_locals(locals())
+        settings = arguments.of_constructor(locals())
         settings["matrix"] = None
         if sisa_sigma is not None or sisa_rho is not None:
             several = batches != 1 or arguments.has_peers(process_group)

@@ -150,7 +150,7 @@ class PISA(RoundOptimizer):
         process_group: ProcessGroup | DeviceMesh | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        settings = arguments.from_locals(locals())
+        settings = arguments.of_constructor(locals())
         settings["preconditioner"] = preconditioner or Identity()
         self._start(params, settings)
 

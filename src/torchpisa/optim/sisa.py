@@ -129,7 +129,7 @@ class SISA(PISA):
         process_group: ProcessGroup | DeviceMesh | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        settings = arguments.from_locals(locals())
+        settings = arguments.of_constructor(locals())
         if sigma is not None or rho is not None:
             several = batches != 1 or arguments.has_peers(process_group)
             settings["sigma"], settings["rho"] = with_defaults(sigma, rho, several)

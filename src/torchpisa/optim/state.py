@@ -135,7 +135,7 @@ def _shown(value: object) -> str:
 def _taken_over(
     saved: Any, current: Group, number: int, defaults: Group, check_group: Callable[[Group], None]
 ) -> Group:
-    """Return a group with the saved settings, and functions and preconditioners of `current`."""
+    """Return a group with the saved settings; what is code stays as `current` has it."""
     if not isinstance(saved, dict) or "batches" not in saved:
         raise ValueError(
             "state_dict must come from a torchpisa optimizer, got one whose groups have "
@@ -235,11 +235,11 @@ def _check_bits(name: str, value: Any, most: float, within: int | None = None) -
 # State
 
 
-def _checked_state(saved: State, initial: State, group: Group, key: object) -> State:
+def _checked_state(held: State, initial: State, group: Group, key: object) -> State:
     """Return checked copies of a parameter's saved state, on the right devices.
 
     Args:
-        saved: the saved state.
+        held: the saved state.
         initial: the initial state for one batch, to compare with.
         group: the loaded group.
         key: the parameter's key in the state_dict.
@@ -252,18 +252,18 @@ def _checked_state(saved: State, initial: State, group: Group, key: object) -> S
         else:
             for batch in range(group["batches"]):
                 expected[state_key(kind, batch)] = value
-    if "pending" in saved and "dual" in initial:  # of MISA, while a round is open
+    if "pending" in held and "dual" in initial:  # of MISA, while a round is open
         dtype = torch.promote_types(initial["dual"].dtype, torch.float32)
         expected["pending"] = initial["dual"].to(dtype)
-    if saved.keys() != expected.keys():
+    if held.keys() != expected.keys():
         raise ValueError(
             f"state_dict must have {', '.join(sorted(expected))} for parameter {key}, "
-            f"got {', '.join(sorted(map(str, saved)))}"
+            f"got {', '.join(sorted(map(str, held)))}"
         )
     loaded: State = {}
     dtypes: dict[torch.dtype, torch.dtype] = {}
     for name, like in expected.items():
-        where, value = f"{name} of parameter {key}", saved[name]
+        where, value = f"{name} of parameter {key}", held[name]
         if name == "arrived":
             with _naming(f"state of parameter {key}"):
                 _check_bits(name, value, (1 << group["batches"]) - 1, within=group["visited"])
