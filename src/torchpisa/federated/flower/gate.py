@@ -1,11 +1,11 @@
-"""A gate in front of a SuperLink that lets SuperNodes in, and nothing else.
+"""A gate in front of a SuperLink that admits SuperNodes only.
 
 In Flower 1.41 one port of the SuperLink serves three interfaces: Fleet (for SuperNodes), Control
-(`flwr run`, `flwr supernode register`) and Runtime (for the processes of apps). Control asks
-nobody who they are, so whoever reaches that port can register a key and run an app on every
-machine of the federation. The SuperLink therefore listens on the loopback interface only, and
-this process listens on the network. It forwards the calls of SuperNodes, one by one and limited
-in size, and answers everything else with 404.
+(`flwr run`, `flwr supernode register`) and Runtime (for the processes of apps). Control does not
+authenticate: anybody who reaches that port can register a key and run an app on every machine of
+the federation. So the SuperLink listens on the loopback interface only, and this process listens
+on the network. It forwards the calls of SuperNodes, one by one and limited in size, and answers
+everything else with 404.
 """
 
 import logging
@@ -66,7 +66,7 @@ _MAX_NODES = 100_000
 
 
 class RefusedError(Exception):
-    """A request that is not forwarded.
+    """Raised for a request that is not forwarded.
 
     Attributes:
         status: the HTTP status.
@@ -82,8 +82,8 @@ class _NodeLimits:
     """The state of a key at the gate.
 
     Attributes:
-        accepted: whether the SuperLink has accepted it.
-        bytes_left: bytes that its reply may still have.
+        accepted: True if the SuperLink has accepted the key.
+        bytes_left: the bytes that its reply may still have.
     """
 
     accepted: bool = False
