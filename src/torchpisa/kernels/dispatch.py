@@ -40,36 +40,6 @@ __all__ = [
 _NO_CPU_KERNEL = "MISA has fused kernels for CUDA devices only"
 
 
-def check_fused(
-    params: Sequence[Tensor],
-    preconditioner: Preconditioner,
-    settings: Mapping[str, Any],
-    sigma_follows: bool,
-) -> None:
-    """Raise ValueError if `fused=True` is not possible for the parameters of a group.
-
-    Args:
-        params: the parameters; of sharded ones the local parts.
-        preconditioner: their preconditioner.
-        settings: their group.
-        sigma_follows: True if sigma follows the gradients.
-    """
-    reason: str | None
-    if not settings["fused"]:
-        return
-    if not _on_cpu(params):
-        reason = triton_plan.obstacle(params, preconditioner)
-    elif sigma_follows:
-        reason = "on a CPU sigma must not follow the gradients; give sigma and rho"
-    elif settings["state_dtype"] not in (None, *(param.dtype for param in params)):
-        dtype = settings["state_dtype"]
-        reason = f"on a CPU state must be of its parameter's dtype, got {dtype}"
-    else:
-        reason = native.obstacle(params, preconditioner)
-    if reason is not None:
-        raise ValueError(f"fused=True is not possible: {reason}")
-
-
 def for_local_step(
     settings: Mapping[str, Any],
     members: list[Member],
@@ -110,6 +80,14 @@ def for_local_step(
         if fused:
             raise ValueError(f"fused=True is not possible: {kernel_or_reason}")
     return FOREACH if knows(preconditioner) and _uses_foreach(settings, members) else LOOP
+
+
+def supporting(kernel: Kernel, job: LocalJob) -> Kernel:
+    """Return `kernel`, or the first of its fallbacks that supports a job."""
+    while not kernel.supports(job):
+        assert kernel.slower is not None
+        kernel = kernel.slower
+    return kernel
 
 
 def for_missed_batch(settings: Mapping[str, Any], members: Sequence[Member]) -> Kernel:
@@ -161,6 +139,36 @@ def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa
     return misa.FOREACH if _uses_foreach(job.settings, job.members) else misa.LOOP
 
 
+def check_fused(
+    params: Sequence[Tensor],
+    preconditioner: Preconditioner,
+    settings: Mapping[str, Any],
+    sigma_follows: bool,
+) -> None:
+    """Raise ValueError if `fused=True` is not possible for the parameters of a group.
+
+    Args:
+        params: the parameters; of sharded ones the local parts.
+        preconditioner: their preconditioner.
+        settings: their group.
+        sigma_follows: True if sigma follows the gradients.
+    """
+    reason: str | None
+    if not settings["fused"]:
+        return
+    if not _on_cpu(params):
+        reason = triton_plan.obstacle(params, preconditioner)
+    elif sigma_follows:
+        reason = "on a CPU sigma must not follow the gradients; give sigma and rho"
+    elif settings["state_dtype"] not in (None, *(param.dtype for param in params)):
+        dtype = settings["state_dtype"]
+        reason = f"on a CPU state must be of its parameter's dtype, got {dtype}"
+    else:
+        reason = native.obstacle(params, preconditioner)
+    if reason is not None:
+        raise ValueError(f"fused=True is not possible: {reason}")
+
+
 def check_fused_misa(group: Mapping[str, Any]) -> None:
     """Raise ValueError if `fused=True` is not possible for a group of MISA."""
     if not group["fused"]:
@@ -173,22 +181,9 @@ def check_fused_misa(group: Mapping[str, Any]) -> None:
         raise ValueError(f"fused=True is not possible: {reason}")
 
 
-def supporting(kernel: Kernel, job: LocalJob) -> Kernel:
-    """Return `kernel`, or the first of its fallbacks that supports a job."""
-    while not kernel.supports(job):
-        assert kernel.slower is not None
-        kernel = kernel.slower
-    return kernel
-
-
 def steps_local_parts(settings: Mapping[str, Any], preconditioner: Preconditioner) -> bool:
     """Return whether each process steps its own part of a sharded parameter."""
     return settings["foreach"] is not False and knows(preconditioner)
-
-
-def _on_cpu(params: Sequence[Tensor]) -> bool:
-    """Return whether no parameter is for Triton, whose interpreter in tests takes CPU tensors."""
-    return "cpu" not in triton_plan.DEVICES and all(param.is_cpu for param in params)
 
 
 def _uses_foreach(settings: Mapping[str, Any], members: Sequence[Member]) -> bool:
@@ -196,3 +191,8 @@ def _uses_foreach(settings: Mapping[str, Any], members: Sequence[Member]) -> boo
     if settings["foreach"] is not None:
         return bool(settings["foreach"])
     return all(type(real(member.param)) in PLAIN_TYPES for member in members)
+
+
+def _on_cpu(params: Sequence[Tensor]) -> bool:
+    """Return whether no parameter is for Triton, whose interpreter in tests takes CPU tensors."""
+    return "cpu" not in triton_plan.DEVICES and all(param.is_cpu for param in params)
