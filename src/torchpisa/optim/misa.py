@@ -177,31 +177,31 @@ class MISA(RoundOptimizer):
     # The step
 
     def _step_batch(self, slot: int, members: list[list[Member]]) -> None:
-        jobs = self._jobs(self._reached(members))
+        jobs = self._jobs(self._with_gradient(members))
         # With several batches this step only adds up gradients, for which there are no plans.
         plans = self._plans if self.batches == 1 else None
         kernels = [dispatch.for_misa(job, key, plans) for key, job in jobs.items()]
         reached = [job.members for job in jobs.values()]
         where = f"batch {slot} of iteration {self.iteration}"
         found_inf = getattr(self, "found_inf", None)
-        decision = examine(self.param_groups, reached, kernels, found_inf, where)
-        if decision.problem is not None:
+        verdict = examine(self.param_groups, reached, kernels, found_inf, where)
+        if verdict.problem is not None:
             raise FloatingPointError(
-                f"{decision.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
+                f"{verdict.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
             )
-        if decision.present:
+        if verdict.present:
             params = [job.settings["params"] for job in jobs.values()]
-            flags = self._nonfinite.flags(params, reached, decision.deferred)
+            flags = self._nonfinite.flags(params, reached, verdict.deferred)
             for job, flagged in zip(jobs.values(), flags, strict=True):
-                job.keep, job.search, job.flags = decision.keep, decision.search, flagged
+                job.keep, job.search, job.flags = verdict.keep, verdict.search, flagged
                 job.maximize = job.settings["maximize"]
                 job.grad_scale = getattr(self, "grad_scale", None)
             self._add(slot, list(jobs.values()), kernels)
-            self.round.add_present(slot, self.batches, None if self.batches == 1 else decision.keep)
-        if decision.search or any(decision.deferred):
+            self.round.add_present(slot, self.batches, None if self.batches == 1 else verdict.keep)
+        if verdict.search or any(verdict.deferred):
             self._nonfinite.fetch(kernels, reached, where)
 
-    def _reached(self, members: list[list[Member]]) -> list[list[Member]]:
+    def _with_gradient(self, members: list[list[Member]]) -> list[list[Member]]:
         """Return the parameters with a gradient on any of the processes that share them.
 
         One with a gradient on other processes only counts as having gradient zero, because all

@@ -206,7 +206,7 @@ class RoundOptimizer(Optimizer):
 
     @property
     def _advice(self) -> str:
-        """What to try if the training diverges, for the warning."""
+        """Advice for the warning that the training diverges."""
         return "lower lr"
 
     def _free_slot(self, batch: int | None) -> int:

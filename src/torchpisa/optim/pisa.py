@@ -34,11 +34,6 @@ from torchpisa.state_keys import state_key
 __all__ = ["PISA"]
 
 
-def _given(group: Group, params: Sequence[Tensor]) -> Preconditioner:
-    chosen: Preconditioner = group["preconditioner"]
-    return chosen
-
-
 class PISA(RoundOptimizer):
     r"""Preconditioned Inexact Stochastic ADMM (Algorithm 1) with a preconditioner of your choice.
 
@@ -119,7 +114,7 @@ class PISA(RoundOptimizer):
 
     shared = ("batches", "ranks", "weights", "clip", "nonfinite")
     _dual_key = state_key("dual", 0)
-    _rules: ClassVar[tuple[Rule, ...]] = (Rule((), _given),)
+    _rules: ClassVar[tuple[Rule, ...]] = (Rule((), lambda group, _: group["preconditioner"]),)
 
     # The other ranks. Not part of a state_dict or a copy.
     peers: Peers | None = None

@@ -45,7 +45,7 @@ _LARGEST_OF_FLOAT64 = 1e200
 
 
 class Rule(NamedTuple):
-    """How one kind of parameters is stepped: which settings of the group play which role.
+    """The update rule for one kind of parameters: the settings of the group that play each role.
 
     Attributes:
         settings: names of the settings that the preconditioner is built from; empty if the user
