@@ -265,9 +265,9 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
     """Do what a command asks for: run a recipe, list its runs, show results, or another command.
 
     Args:
-        name: of the recipe, as it is typed. Files have it with `_` for a space.
+        name: the name of the recipe, as typed. Files have it with `_` for a space.
         recipe: the recipe.
-        words: of the command line, after the name.
+        words: the words of the command line after the name.
     """
     if words and words[0] in recipe.commands:
         recipe.commands[words[0]](words[1:])

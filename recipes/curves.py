@@ -57,7 +57,7 @@ class Panel:
 
     Attributes:
         title: above it.
-        label: of the vertical axis.
+        label: the label of the vertical axis.
         curves: runs by optimizer.
         x: column for the horizontal axis.
         y: column for the vertical axis.
@@ -185,8 +185,8 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
     """Draw panels in rows; mean over seeds and, of several, a band of one standard deviation.
 
     Args:
-        rows: of panels, all as long as the first.
-        path: of the picture.
+        rows: rows of panels, all as long as the first.
+        path: the file of the picture.
         salt: see `recipes.style.look`.
         x_label: below all of them.
     """

@@ -85,8 +85,8 @@ class Source:
     Attributes:
         find: returns the place of the files in a data folder, or None if they are not there.
         read: reads them.
-        needs: what `find` looks for, in words.
-        instructions: where to get the files.
+        needs: the files that `find` looks for, in words.
+        instructions: instructions for getting the files.
         classes: number of labels.
         mean: per channel, of the training data in [0, 1]; without it inputs stay in [0, 1].
         deviation: likewise, the standard deviation.
@@ -251,7 +251,7 @@ def check_checksum(path: Path, checksums: Mapping[str, str], instructions: str) 
     Args:
         path: the file.
         checksums: SHA-256 or MD5 by name.
-        instructions: where to get the file again.
+        instructions: instructions for getting the file again.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -1,4 +1,4 @@
-"""Execution of runs: each is done once, logged while it runs, and several may run at a time."""
+"""Execute runs: each one once, with a log, and several at a time."""
 
 import contextlib
 import dataclasses
@@ -56,7 +56,7 @@ class Runs:
     packages: tuple[str, ...] = ()
 
     def key(self, name: str) -> dict[str, Any]:
-        """Return what identifies a run, through JSON, so that it equals what a log holds."""
+        """Return the identity of a run, after a round trip through JSON, as logs hold it."""
         key = {"config": self.run_key, "settings": dataclasses.asdict(self.plan[name])}
         return json.loads(json.dumps(key))
 
@@ -64,11 +64,11 @@ class Runs:
         return self.folder / f"{name}.jsonl"
 
     def log(self, name: str) -> dict[str, Any] | None:
-        """Return what a finished run logged, or None."""
+        """Return the log of a run if it is finished, else None."""
         return logs.read(self.path(name), **self.key(name))
 
     def run_missing(self, names: list[str]) -> None:
-        """Do those of these runs that are not finished.
+        """Do the runs that are not finished.
 
         Raises:
             RuntimeError: runs failed; the others were done before it is raised.
@@ -94,7 +94,7 @@ class Runs:
             raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}") from first
 
     def run_in_turn(self, names: list[str], places: dict[str, str]) -> dict[str, BaseException]:
-        """Do runs one after the other, in this process, and return what failed."""
+        """Do runs one after the other in this process; return the failures."""
         failed: dict[str, BaseException] = {}
         for name in names:
             try:
@@ -111,7 +111,7 @@ class Runs:
     def run_in_processes(
         self, names: list[str], places: dict[str, str]
     ) -> dict[str, BaseException]:
-        """Do runs in several processes, and return what failed."""
+        """Do runs in several processes; return the failures."""
         failed: dict[str, BaseException] = {}
         for name in names:  # logs of an earlier command are no progress of this one
             self.path(name).unlink(missing_ok=True)

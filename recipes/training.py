@@ -1,4 +1,4 @@
-"""Trainings that continue where they were interrupted, and passes replayed as CUDA graphs."""
+"""Run trainings that can be interrupted and resumed, with passes as CUDA graphs."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ class Training(ABC):
     """A training that `run_training` can run, interrupt and resume.
 
     Args:
-        settings: of the run, a dataclass with a `name`.
+        settings: the settings of the run, a dataclass with a `name`.
         device: the device to train on.
         total: the length of the run, in epochs or steps.
 
@@ -70,7 +70,7 @@ class Training(ABC):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return all that is needed to continue; called right after `advance`."""
+        """Return the state to resume from; called right after `advance`."""
         parts = {name: getattr(self, name).state_dict() for name in self.saved}
         return {"done": self.done, "elapsed": self.elapsed, **parts}
 
@@ -131,8 +131,8 @@ def checkpoint_file(folder: str | Path | None, settings: Any) -> Path | None:
     """Return the file of a run's checkpoint, one for each of several processes, or None."""
     if folder is None:
         return None
-    own = f".rank{ranks.rank()}of{ranks.count()}" if ranks.count() > 1 else ""
-    return Path(folder) / f"{settings.name}{own}.pt"
+    suffix = f".rank{ranks.rank()}of{ranks.count()}" if ranks.count() > 1 else ""
+    return Path(folder) / f"{settings.name}{suffix}.pt"
 
 
 def read_checkpoint(file: Path | None, key: str) -> dict[str, Any] | None:
@@ -283,7 +283,7 @@ class GraphedPass:
         return self.output
 
     def set_gradients(self) -> None:
-        """Make the tensors that all passes write to the parameters' gradients."""
+        """Set the gradients of the parameters to the tensors that all passes write."""
         for param, grad in zip(self.params, self.grads, strict=True):
             param.grad = grad
 

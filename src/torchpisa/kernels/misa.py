@@ -52,20 +52,20 @@ class ConsensusJob:
 
     Attributes:
         members: the parameters, on one device and of one dtype.
-        grads: their gradients, or those of several batches added up; not to be written to.
-        matrix: whether they are orthogonalised.
+        grads: their gradients, summed over the batches of the round; must not be modified.
+        matrix: True if they are orthogonalised.
         settings: their group.
         lr: the learning rate.
-        weight_decay: what of it they have.
-        round: rounds that are done, known to the host.
-        keep: nothing changes if this is False; None for True.
+        weight_decay: the decoupled weight decay.
+        round: the number of rounds done.
+        keep: a 0-d bool tensor, False if nothing is to change; None for True.
         maximize: negate the gradients.
-        grad_scale: what the gradients were multiplied by (GradScaler), or None.
+        grad_scale: factor of a GradScaler on the gradients, or None.
         clip_scale: factor on the residual, or None.
-        search: count entries of gradients that are not finite as zero, and note whose they are; for
-            kernels that search while they work.
-        flags: numbers on the device, one per member, to raise where a gradient is not finite, which
-            then counts as zero; None to not look.
+        search: count single entries that are not finite as zero and flag their member; for kernels
+            with `finds_nonfinite`.
+        flags: numbers on the device, one per member, to set where a gradient is not finite, which
+            then counts as zero; None to not check.
         replicas: processes that take the same step and share the orthogonalisation, or None.
     """
 
@@ -86,7 +86,7 @@ class ConsensusJob:
 
     @property
     def whole_here(self) -> bool:
-        """Whether this process has all of each matrix, and is to orthogonalise it."""
+        """True if this process has whole matrices and orthogonalises all of them itself."""
         return self.members[0].whole is None and self.replicas is None
 
 
@@ -97,11 +97,11 @@ class ConsensusKernel(FindsNonfinite, Protocol):
         """Update duals, preconditioners and weights."""
 
     def residual_norms(self, job: ConsensusJob) -> list[Tensor]:
-        """Return norms of r, as 0-d tensors, over some of the members each."""
+        """Return norms of r as 0-d tensors, each over one or more members."""
 
 
 class ConsensusLoop:
-    """One parameter after the other; see `ConsensusKernel`."""
+    """The kernel that steps one parameter after the other; see `ConsensusKernel`."""
 
     finds_nonfinite: ClassVar[bool] = False
     takes_flags: ClassVar[bool] = False
@@ -119,7 +119,7 @@ class ConsensusLoop:
 
 
 class ConsensusForeach(ConsensusLoop):
-    """Many parameters per call; see `ConsensusKernel`."""
+    """The kernel that steps many parameters per call; see `ConsensusKernel`."""
 
     takes_flags: ClassVar[bool] = True
 
@@ -135,7 +135,7 @@ LOOP, FOREACH = ConsensusLoop(), ConsensusForeach()
 
 
 def gradients(job: ConsensusJob) -> list[Tensor]:
-    """Return the gradients in the dtype to compute in, clipped; not to be written to."""
+    """Return the gradients, clipped, in the dtype to compute in; must not be modified."""
     dtype = compute_dtype(real(job.members[0].param), real(job.members[0].state["dual"]))
     grads = [real(grad).to(dtype) for grad in job.grads]
     if job.grad_scale is not None:
