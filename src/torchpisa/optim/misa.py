@@ -79,7 +79,8 @@ class MISA(RoundOptimizer):
         blocks: matrices that every parameter consists of, to be orthogonalised one by one: blocks
             of consecutive rows, such as 3 for queries, keys and values in one, or 3 times the
             heads; or the entries of a stack, such as the matrices of so many experts in a
-            parameter of three dimensions. Give it to the groups that need it.
+            parameter of three dimensions. Each has its own stage. Give it to the groups that need
+            it.
         row_beta: how much of the rows' mean squares is kept, in [0, 1); None to leave rows as they
             are, which with `look_ahead=1 + momentum` is Muon.
         beta: how much of the second moment of what is not a matrix is kept, in (0, 1).
