@@ -162,25 +162,41 @@ def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence
         parser.add_argument("--device", default=best, help="default here: %(default)s")
     if "data" in option_names:
         parser.add_argument(
-            "--data", type=Path, help="folder; default: TORCHPISA_DATA, or else data"
+            "--data",
+            type=Path,
+            metavar="DIR",
+            help="folder of the data; default: that of TORCHPISA_DATA, or else data",
         )
     if "compile" in option_names:
         parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     if "checkpoints" in option_names:
         parser.add_argument(
-            "--checkpoints", type=Path, help="folder to save unfinished runs in; default: none"
+            "--checkpoints",
+            type=Path,
+            metavar="DIR",
+            help="folder to save unfinished runs in and to resume them from; default: none",
         )
     if "save_weights" in option_names:
         parser.add_argument(
-            "--save-weights", type=Path, help="folder for the weights of runs; default: none"
+            "--save-weights",
+            type=Path,
+            metavar="DIR",
+            help="folder for the weights of runs; default: none",
         )
     if "samples" in option_names:
-        parser.add_argument("--samples", type=Path, help="folder for pictures; default: none")
+        parser.add_argument(
+            "--samples", type=Path, metavar="DIR", help="folder for pictures; default: none"
+        )
     if "inception" in option_names:
         parser.add_argument(
-            "--inception", type=Path, help="file of its weights; default: the preset's network"
+            "--inception",
+            type=Path,
+            metavar="FILE",
+            help="weights of Inception, to use its features; default: the preset's network",
         )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; default 1")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at the same time; default: 1"
+    )
 
 
 def positive_seconds(word: str) -> float:
@@ -212,11 +228,19 @@ def make_parser(name: str, recipe: Recipe) -> argparse.ArgumentParser:
         f"python -m recipes {name}", description=recipe.title, epilog=others
     )
     presets = list(recipe.presets)
-    parser.add_argument("--preset", choices=presets, default=presets[0])
-    parser.add_argument("--seed", type=int, help="default: the preset's")
-    parser.add_argument("--out", type=Path, help="folder; default: runs/PRESET")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN", help="do runs so named only"
+        "--preset", choices=presets, default=presets[0], help="which runs; default: %(default)s"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the first; default: the preset's")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for logs and results; default: runs/PRESET"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="do only the runs whose names match, such as '*_sisa_*'; may be repeated",
     )
     recipe.add_arguments(parser)
     add_resource_options(parser, recipe.options)
@@ -260,9 +284,9 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
     """Do what a command asks for: run a recipe, list its runs, show results, or another command.
 
     Args:
-        name: of the recipe, as it is typed. Files have it with `_` for a space.
+        name: the name of the recipe, as typed. Files have it with `_` for a space.
         recipe: the recipe.
-        words: of the command line, after the name.
+        words: the words of the command line after the name.
     """
     if words and words[0] in recipe.commands:
         recipe.commands[words[0]](words[1:])

@@ -49,6 +49,14 @@ class Walk(Training):
         self.done, self.place = state["done"], state["place"]
 
 
+class CountedWalk(Walk):
+    steps = 0
+
+    def advance(self) -> Line:
+        self.steps += 1
+        return super().advance()
+
+
 def start(folder: Path, count: int) -> None:
     """Run the first `count` epochs and abandon the run."""
     lines = run_training(Walk(), folder, save_every=2)
@@ -76,6 +84,23 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert list(run_training(resumed, folder, save_every=2)) == whole
     assert resumed.done == 6
     assert list(folder.iterdir()) == []  # neither the checkpoint nor a part of one
+
+
+def test_a_run_that_is_closed_is_saved_where_it_is(tmp_path: Path) -> None:
+    """Without waiting for the next checkpoint, and after its last line too."""
+    whole = list(run_training(Walk(), None))
+    lines = run_training(Walk(), tmp_path, save_every=100)
+    assert [next(lines) for _ in range(3)] == whole[:3]
+    lines.close()
+    resumed = CountedWalk()
+    lines = run_training(resumed, tmp_path, save_every=100)
+    assert [next(lines) for _ in range(6)] == whole
+    assert resumed.steps == 3
+    lines.close()
+    done = CountedWalk()
+    assert list(run_training(done, tmp_path)) == whole
+    assert done.steps == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
