@@ -57,6 +57,7 @@ def run_recipe(
     time_limit: float | None = None,
     tensorboard: bool = False,
     train: bool = True,
+    known: Results | None = None,
 ) -> Results:
     """Do the runs that are not in the logs yet, check all, and return the results.
 
@@ -71,6 +72,7 @@ def run_recipe(
         time_limit: seconds after which no run is started and those under way stop.
         train: False starts no runs: the results are those of the logs.
         tensorboard: write TensorBoard's files too, to the folder `tensorboard` beside `folder`.
+        known: saved results. What they have with the same settings counts as done.
     """
     runs = Runs(
         run=recipe.run,
@@ -85,9 +87,9 @@ def run_recipe(
         tensorboard=folder.parent / "tensorboard" if tensorboard else None,
         packages=recipe.packages,
     )
+    known_runs = {} if known is None else find_known(runs, known)
     chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
-    if not train:
-        chosen = []
+    chosen = [name for name in chosen if name not in known_runs] if train else []
     for name in list(chosen):
         reason = recipe.missing_requirement(runs.plan[name])
         if reason is not None and runs.log(name) is None:
@@ -100,6 +102,9 @@ def run_recipe(
     results: Results = {"config": shared, "checks": [], "runs": {}, "missing": []}
     for name in runs.plan:
         run = runs.log(name)
+        if run is None and name in known_runs:
+            results["runs"][name] = known_runs[name]
+            continue
         if run is None:
             results["missing"].append(name)
             continue
@@ -109,6 +114,17 @@ def run_recipe(
     if has_enough_runs(recipe, results):
         results["checks"] = [dataclasses.asdict(check) for check in recipe.check(results)]
     return results
+
+
+def find_known(runs: Runs, known: Results) -> dict[str, Any]:
+    """Return the saved runs, as they were saved, that a plan has with the same settings."""
+    found = {}
+    for name, run in known["runs"].items():
+        if name in runs.plan:
+            config = {entry: known["config"].get(entry) for entry in runs.run_key}
+            if {"config": config, "settings": run["settings"]} == runs.key(name):
+                found[name] = run
+    return found
 
 
 def has_enough_runs(recipe: Recipe, results: Results) -> bool:
@@ -243,6 +259,9 @@ def make_parser(name: str, recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-runs", action="store_true", help="do no runs: results of those in the logs"
     )
+    parser.add_argument(
+        "--known", type=Path, metavar="FILE.json", help="saved results: do not run these again"
+    )
     parser.add_argument("--list", action="store_true", help="list the runs and their state only")
     parser.add_argument(
         "--show", type=Path, metavar="FILE.json", help="saved results: check and draw them only"
@@ -278,8 +297,10 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
     options = read_resource_options(parser, args, recipe.options)
     if args.seed is not None and args.seed < 0:
         parser.error(f"--seed must be >= 0, got {args.seed}")
-    if args.show and not args.show.is_file():
-        parser.error(f"--show must be a file that a recipe wrote, got {args.show}")
+    for option, file in (("--show", args.show), ("--known", args.known)):
+        if file and not file.is_file():
+            parser.error(f"{option} must be a file that a recipe wrote, got {file}")
+    known = json.loads(args.known.read_text(encoding="utf-8")) if args.known else None
     config = recipe.presets[args.preset]
     if args.seed is not None:
         config = dataclasses.replace(config, seed=args.seed)
@@ -293,8 +314,9 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
             parser.error(f"--only must match a run (--list names them), got {pattern!r}")
     if args.list:
         runs = Runs(recipe.run, config, plan, folder / stem, run_key=recipe.run_key(config))
+        known_runs = {} if known is None else find_known(runs, known)
         for run in plan:
-            print(f"{'done' if runs.log(run) else 'to do'}  {run}")
+            print(f"{'done' if run in known_runs or runs.log(run) else 'to do'}  {run}")
         return
     # Checked before the runs, which may take hours.
     if not args.runs_only and importlib.util.find_spec("matplotlib") is None:
@@ -320,6 +342,7 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
                 time_limit=args.time_limit,
                 tensorboard=args.tensorboard,
                 train=not args.no_runs,
+                known=known,
             )
             first = ranks.rank() == 0
     except (FileNotFoundError, datasets.CorruptFileError) as error:

@@ -54,8 +54,9 @@ def loss_of(results: Results, trial: str) -> float | None:
 def report(results: Results) -> str:
     """Return the losses of all trials as a table."""
     lines = []
+    changes = [c for c in CHANGES if any(loss_of(results, f"{name}_{c}") for name in BASES)]
     for name in BASES:
-        losses = {change: loss_of(results, f"{name}_{change}") for change in CHANGES}
+        losses = {change: loss_of(results, f"{name}_{change}") for change in changes}
         known = [loss for loss in losses.values() if loss is not None]
         cells = [
             "-" if loss is None else f"**{loss:.3f}**" if loss == min(known) else f"{loss:.3f}"
@@ -69,7 +70,7 @@ def report(results: Results) -> str:
         "tokens to choose on. Every optimizer has a base and one change each, which "
         "`recipes/language/config.py` has under `CHANGES`; what ends lowest, in bold, goes on."
     )
-    table = markdown(["", *(change.replace("_", "-") for change in CHANGES)], lines)
+    table = markdown(["", *(change.replace("_", "-") for change in changes)], lines)
     return f"{text}\n\n{table}\n\n{provenance(results)}\n"
 
 

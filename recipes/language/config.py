@@ -178,10 +178,10 @@ STAGES = tuple(replace((ONCE | DECAYED)[name], label=name, seed=seed) for name, 
 
 # 124M parameters with every optimizer. Trials of 80 steps of 32 sequences first, then 320 steps of
 # 64 with what was best.
-# All optimizers have as many trials: a base, and one change each of weight decay, momentum,
-# warm-down and learning rate. Learning rates of the bases are the best of the pilot, for those that
-# were in it; Shampoo and Adam-mini begin with AdamW's. SISA has no sigma and rho: its learning rate
-# then means what AdamW's does.
+# All optimizers have as many trials: a base, one change each of weight decay, momentum and
+# warm-down, and two of the learning rate. Rates of the bases are the best of the pilot, for those
+# that were in it; Shampoo and Adam-mini begin with AdamW's. SISA has no sigma and rho: its learning
+# rate then means what AdamW's does.
 NANO_STEPS, TRIAL_STEPS = 320, 80
 WARM_UP = 1 / 8  # of the steps, for those that need it
 ADAM_LIKE = {"lr": 1.2e-3, "betas": (0.9, 0.95)}
@@ -211,6 +211,10 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "rate": {name: {"lr": 6e-4} for name in BASES}
     | {"misa": {"lr": 4e-3}, "muon": {"lr": 0.03}, "nsisa": {"sigma": 55.0}}
     | {"soap": {"lr": 2e-3}},
+    # Beyond the better one of these two.
+    "other_rate": {name: {"lr": 3e-4} for name in BASES}
+    | {"misa": {"lr": 5e-3}, "muon": {"lr": 0.014}, "nsisa": {"sigma": 110.0}}
+    | {"soap": {"lr": 5e-4}, "sisa": {"lr": 2.4e-3}},
 }
 
 
@@ -227,9 +231,10 @@ def with_changes(name: str, steps: int, *changes: str, **shown: Any) -> Trial:
 def finalist(name: str, batches: int = 1, seed: int = 0) -> Trial:
     """Return an optimizer with the changes that were chosen for it."""
     chosen = json.loads(CHOSEN.read_text(encoding="utf-8"))
-    changes = chosen.get(name, {}).get("changes", [])
-    shown = {"label": name, "batches": batches, "seed": seed, "tried": len(CHANGES)}
-    return with_changes(name, NANO_STEPS, *changes, **shown)
+    entry = chosen.get(name, {"changes": [], "losses": {}})
+    tried = max(1, len(entry["losses"]))
+    shown = {"label": name, "batches": batches, "seed": seed, "tried": tried}
+    return with_changes(name, NANO_STEPS, *entry["changes"], **shown)
 
 
 TRIALS = tuple(
