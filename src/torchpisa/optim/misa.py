@@ -65,7 +65,7 @@ class MISA(RoundOptimizer):
             whether its matrices are orthogonalised. `torchpisa.optim.param_groups.split(model)`
             makes groups that know the model's embeddings and output layer.
         lr: learning rate, comparable to AdamW's: a number or a tensor.
-        momentum: \(\mu\), how much of the average of gradients is kept, in [0, 1).
+        momentum: \(\mu\), decay of the average of gradients, in [0, 1).
         weight_decay: \(\lambda\), decoupled from the gradient as in AdamW; not of vectors, such as
             biases and the weights of norms. Steps of matrices do not shrink with their gradients,
             so in long trainings without normalisation layers this is what keeps them in bounds.
@@ -81,10 +81,10 @@ class MISA(RoundOptimizer):
             heads; or the entries of a stack, such as the matrices of so many experts in a
             parameter of three dimensions. Each has its own stage. Give it to the groups that need
             it.
-        row_beta: how much of the rows' mean squares is kept, in [0, 1); None to leave rows as they
-            are, which with `look_ahead=1 + momentum` is Muon.
-        beta: how much of the second moment of what is not a matrix is kept, in (0, 1).
-        eps: added to roots that are divided by.
+        row_beta: decay of the rows' mean squares, in [0, 1); None to leave rows as they are, which
+            with `look_ahead=1 + momentum` is Muon.
+        beta: decay of the second moment of everything but matrices, in (0, 1).
+        eps: added to the roots in denominators.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: dtype of their products: a dtype, None for that of the state, or
             `"auto"`: float16 on GPUs and, for a million elements or more, bfloat16 on CPUs that

@@ -63,8 +63,8 @@ class RoundOptimizer(Optimizer):
         """True if GradScaler is to call step() even when it found infinities.
 
         The batch is then skipped but still uses its slot, so the batches after it keep their own
-        duals. With one batch per round it is False, because trainers refuse to clip gradients for
-        optimizers that unscale them.
+        duals. It is False where possible, because trainers refuse to clip gradients for optimizers
+        that unscale them.
         """
         return self.batches > 1 or bool(self.defaults["capturable"])
 
