@@ -57,7 +57,7 @@ def run_recipe(
     time_limit: float | None = None,
     tensorboard: bool = False,
     train: bool = True,
-    known: Results | None = None,
+    known: Sequence[Results] = (),
 ) -> Results:
     """Do the runs that are not in the logs yet, check all, and return the results.
 
@@ -72,7 +72,7 @@ def run_recipe(
         time_limit: seconds after which no run is started and those under way stop.
         train: False starts no runs: the results are those of the logs.
         tensorboard: write TensorBoard's files too, to the folder `tensorboard` beside `folder`.
-        known: saved results. What they have with the same settings counts as done.
+        known: saved results. The runs that they have with the same settings count as done.
     """
     runs = Runs(
         run=recipe.run,
@@ -87,7 +87,7 @@ def run_recipe(
         tensorboard=folder.parent / "tensorboard" if tensorboard else None,
         packages=recipe.packages,
     )
-    known_runs = {} if known is None else find_known(runs, known)
+    known_runs = find_known(runs, known)
     chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
     chosen = [name for name in chosen if name not in known_runs] if train else []
     for name in list(chosen):
@@ -116,14 +116,21 @@ def run_recipe(
     return results
 
 
-def find_known(runs: Runs, known: Results) -> dict[str, Any]:
-    """Return the saved runs, as they were saved, that a plan has with the same settings."""
+def find_known(runs: Runs, known: Sequence[Results]) -> dict[str, Any]:
+    """Return the saved runs, as they were saved, that a plan has with the same settings.
+
+    Of a run that several files have, the last one's counts.
+    """
     found = {}
-    for name, run in known["runs"].items():
-        if name in runs.plan:
-            config = {entry: known["config"].get(entry) for entry in runs.run_key}
+    for results in known:
+        config = {entry: results["config"].get(entry) for entry in runs.run_key}
+        for name, run in results["runs"].items():
+            if name not in runs.plan:
+                continue
             if {"config": config, "settings": run["settings"]} == runs.key(name):
                 found[name] = run
+            else:
+                print_line(f"{name}: the saved run has other settings and does not count")
     return found
 
 
@@ -260,7 +267,12 @@ def make_parser(name: str, recipe: Recipe) -> argparse.ArgumentParser:
         "--no-runs", action="store_true", help="do no runs: results of those in the logs"
     )
     parser.add_argument(
-        "--known", type=Path, metavar="FILE.json", help="saved results: do not run these again"
+        "--known",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE.json",
+        help="saved results, as of another machine: their runs count as done; may be repeated",
     )
     parser.add_argument("--list", action="store_true", help="list the runs and their state only")
     parser.add_argument(
@@ -297,10 +309,11 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
     options = read_resource_options(parser, args, recipe.options)
     if args.seed is not None and args.seed < 0:
         parser.error(f"--seed must be >= 0, got {args.seed}")
-    for option, file in (("--show", args.show), ("--known", args.known)):
-        if file and not file.is_file():
-            parser.error(f"{option} must be a file that a recipe wrote, got {file}")
-    known = json.loads(args.known.read_text(encoding="utf-8")) if args.known else None
+    for option, files in (("--show", [args.show]), ("--known", args.known)):
+        for file in filter(None, files):
+            if not file.is_file():
+                parser.error(f"{option} must be a file that a recipe wrote, got {file}")
+    known = [json.loads(file.read_text(encoding="utf-8")) for file in args.known]
     config = recipe.presets[args.preset]
     if args.seed is not None:
         config = dataclasses.replace(config, seed=args.seed)
@@ -314,7 +327,7 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
             parser.error(f"--only must match a run (--list names them), got {pattern!r}")
     if args.list:
         runs = Runs(recipe.run, config, plan, folder / stem, run_key=recipe.run_key(config))
-        known_runs = {} if known is None else find_known(runs, known)
+        known_runs = find_known(runs, known)
         for run in plan:
             print(f"{'done' if run in known_runs or runs.log(run) else 'to do'}  {run}")
         return

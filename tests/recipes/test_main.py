@@ -156,6 +156,29 @@ def test_known_runs_are_not_run_again(toy: Toy, capsys: pytest.CaptureFixture[st
     assert "--known must be a file that a recipe wrote" in capsys.readouterr().err
 
 
+def test_results_of_several_machines_are_joined(
+    toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("flat", "steep"):
+        command.main(["toy", "--only", name, "--out", name, "--runs-only"])
+    capsys.readouterr()
+    ran = list(toy.done)
+    files = [words for name in ("flat", "steep") for words in ("--known", f"{name}/toy.json")]
+    command.main(["toy", "--no-runs", *files])
+    assert toy.done == ran
+    joined = load("runs/small/toy.json")
+    assert joined["runs"] == {
+        name: load(f"{name}/toy.json")["runs"][name] for name in ("flat", "steep")
+    }
+    assert not joined["missing"]
+    changed = load("flat/toy.json")
+    changed["runs"]["flat"]["settings"]["by"] = 0.5
+    Path("changed.json").write_text(json.dumps(changed), encoding="utf-8")
+    command.main(["toy", "--no-runs", "--known", "changed.json", "--out", "none"])
+    assert "flat: the saved run has other settings" in capsys.readouterr().out
+    assert load("none/toy.json")["missing"] == ["flat", "steep"]
+
+
 def test_progress_is_for_terminals(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
