@@ -224,7 +224,9 @@ def test_unknown_arguments(cls):
 
 @pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
 def test_model_instead_of_its_parameters(cls):
-    with pytest.raises(TypeError, match=rf"got the model, a Linear: torchpisa\.{cls.__name__}\(mod"):
+    with pytest.raises(
+        TypeError, match=rf"got the model, a Linear: torchpisa\.{cls.__name__}\(mod"
+    ):
         cls(nn.Linear(2, 2))
 
 

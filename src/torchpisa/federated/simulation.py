@@ -137,7 +137,11 @@ class Simulation:
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got none")
         if not isinstance(algorithm, Algorithm):
-            raise TypeError(f"algorithm must be one of torchpisa.federated, got {algorithm!r}")
+            short = isinstance(algorithm, str | type)
+            raise TypeError(
+                "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), "
+                f"got {repr(algorithm) if short else f'a {type(algorithm).__name__}'}"
+            )
         if not callable(participation):
             check_range("participation", participation, 0, 1, low_open=True)
         check_count("seed", seed, 0)

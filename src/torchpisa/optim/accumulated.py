@@ -23,6 +23,8 @@ class AccumulationWatch:
     def __init__(self) -> None:
         self._handle: RemovableHandle | None = None
         self._passes = self._looks = 0
+        # Of a window that ends in the closure of a step, those before and including it.
+        self._before_step = self._with_closure = 0
         self._grad: weakref.ref[Tensor] | None = None
 
     def look(self, params: Sequence[Tensor], batches: int) -> None:
@@ -43,7 +45,7 @@ class AccumulationWatch:
                 register = param.register_post_accumulate_grad_hook
                 self._handle = register(self._count)  # type: ignore[no-untyped-call]
             return
-        if self._passes == batches:
+        if batches in (self._passes, self._with_closure):
             warnings.warn(
                 f"the gradients of {batches} backward passes were added up for one step(), with "
                 f"batches={batches}: they count as one batch. If each of them is a batch, call "
@@ -55,16 +57,18 @@ class AccumulationWatch:
             self._looks = _STEPS + 1
         if self._looks > _STEPS:
             self._handle.remove()
-        self._passes = 0
+        self._before_step, self._passes, self._with_closure = self._passes, 0, 0
 
     def skipped(self) -> None:
         """Forget the passes of a batch that was left out."""
-        self._passes = 0
+        self._passes = self._before_step = self._with_closure = 0
 
     def _count(self, param: Tensor) -> None:
         # Not added up if the gradient was cleared meanwhile, as before a graph is captured.
         if self._grad is None or self._grad() is not param.grad:
-            self._passes = 0
+            self._passes = self._before_step = 0
         assert param.grad is not None
         self._grad = weakref.ref(param.grad)
         self._passes += 1
+        if self._passes == 1:
+            self._with_closure = max(self._with_closure, self._before_step + 1)

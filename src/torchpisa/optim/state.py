@@ -263,8 +263,8 @@ def _checked_state(held: State, first: State, group: Group, key: object) -> Stat
     if held.keys() != expected.keys():
         raise ValueError(
             f"state_dict must have {', '.join(sorted(expected))} for parameter {key}, "
-            f"got {', '.join(sorted(map(str, held)))}: make the optimizer as the saved one was made, "
-            "the same class with the same settings"
+            f"got {', '.join(sorted(map(str, held)))}: make the optimizer as the saved one was "
+            "made, the same class with the same settings"
         )
     taken: State = {}
     dtypes: dict[torch.dtype, torch.dtype] = {}
