@@ -222,6 +222,15 @@ def test_unknown_arguments(cls):
     assert {"lr", "batches", "foreach", "nonfinite"} <= hints.keys()
 
 
+def test_learning_rate_of_adamw_in_a_group():
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = [{"params": [first], "lr": 1e-3}, {"params": [second], "lr": 0.5}]
+    with pytest.warns(UserWarning, match=r"lr=0\.001 is relative here") as warned:
+        SISA(groups, sigma=1.0, rho=100.0)
+    assert len(warned) == 1
+    SISA(groups)  # in AdamW's terms: the suite makes errors of warnings
+
+
 @pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
 def test_model_instead_of_its_parameters(cls):
     with pytest.raises(

@@ -137,10 +137,9 @@ class Simulation:
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got none")
         if not isinstance(algorithm, Algorithm):
-            short = isinstance(algorithm, str | type)
             raise TypeError(
                 "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), "
-                f"got {repr(algorithm) if short else f'a {type(algorithm).__name__}'}"
+                f"got {_shown(algorithm)}"
             )
         if not callable(participation):
             check_range("participation", participation, 0, 1, low_open=True)
@@ -563,3 +562,8 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, dict):
         return {key: _copied(entry, device) for key, entry in value.items()}
     return [_copied(entry, device) for entry in value] if isinstance(value, list) else value
+
+
+def _shown(value: object) -> str:
+    """Return a value as messages have it, without tensors."""
+    return repr(value) if isinstance(value, str | type) else f"a {type(value).__name__}"
