@@ -30,7 +30,7 @@ def corrupt(simulation: Simulation, client: int, lie: Lie) -> None:
 
 
 class _Corrupted:
-    """The clients of a simulation, one of which sends something else than it has computed."""
+    """The clients of a simulation, one of which sends other updates than it has computed."""
 
     def __init__(self, simulation: Simulation, client: int, lie: Lie) -> None:
         self._honest = simulation._clients

@@ -51,12 +51,12 @@ MARK = "TORCHPISA_BENCHMARK"
 
 @dataclass(frozen=True)
 class Case:
-    """Who takes part.
+    """The clients of a simulation.
 
     Attributes:
-        clients: how many there are.
-        cohort: how many of them take part in a round.
-        samples: images of a client.
+        clients: the number of clients.
+        cohort: the number of clients in a round.
+        samples: the number of images of a client.
     """
 
     clients: int
@@ -87,7 +87,7 @@ def client_data(data: str | None, case: Case) -> list[tuple[Tensor, Tensor]]:
 
 
 def cohort(case: Case, iteration: int) -> list[int]:
-    """Return who takes part in a round, as `Simulation` and `FederatedStrategy` draw them."""
+    """Return the clients of a round, drawn as by `Simulation` and `FederatedStrategy`."""
     order = permutation(case.clients, "participation", 0, iteration)
     return sorted(order[: case.cohort].tolist())
 
@@ -113,14 +113,14 @@ Weights = dict[str, Tensor]
 
 @dataclass
 class Job:
-    """What an engine has to do.
+    """The work of an engine.
 
     Attributes:
         data: the folder of the data.
-        case: who takes part.
-        rounds: rounds in all.
-        requests: orders of the parent process, a byte for each round.
-        replies: answers to it, the seconds of each round.
+        case: the clients.
+        rounds: the total number of rounds.
+        requests: requests of the parent process, a byte for each round.
+        replies: answers to the parent process, the seconds of each round.
         early: weights after the rounds that are not timed.
     """
 
@@ -377,10 +377,10 @@ class Engine:
     """An engine at work.
 
     Args:
-        name: of `ENGINES`.
+        name: a name in `ENGINES`.
         python: the interpreter.
         data: the folder of the data.
-        case: of `CASES`.
+        case: a name in `CASES`.
         rounds: rounds in all.
         folder: for its log and its weights.
     """

@@ -11,7 +11,10 @@ from benchmarks.rows import ADAMW_BYTES, KERNELS, LR, MATRICES, Named, Row, find
 
 __all__ = ["LIBRARIES", "PEERS"]
 
-LIBRARIES = ("dion", "emerging_optimizers", "heavyball", "optimuon", "pytorch_optimizer")
+LIBRARIES = (
+    *("dion", "emerging_optimizers", "gram_newton_schulz", "heavyball", "muon_optimizer"),
+    *("optimuon", "pytorch_optimizer", "quack_kernels"),
+)
 
 
 def _heavyball(row: Row, named: Named, compiled: bool) -> torch.optim.Optimizer:
@@ -66,12 +69,15 @@ def _of_heavyball(optimizer: str, **more: object) -> Row:
     return Row("heavyball", optimizer, "", settings, compiles=True, make=_heavyball, **more)
 
 
-def _of_pytorch_optimizer(optimizer: str, **more: object) -> Row:
-    return Row("pytorch_optimizer", optimizer, **more)
+def _of_pytorch_optimizer(optimizer: str, *more: object, **named: object) -> Row:
+    return Row("pytorch_optimizer", optimizer, *more, **named)
 
 
-# dion is not on PyPI, so it is installed from its repository or not at all.
+# dion and emerging_optimizers are not on PyPI, so they are installed from their repositories or not
+# at all.
 _DION = {"use_triton": True}
+# What its constructor finds by a search, and prints.
+_RESTARTS = {"gram_newton_schulz_restart_iterations": (2,)}
 # What AdaptiveMuon's signature asks for; its rows are NorMuon's.
 _ADAPTIVE = {"momentum": 0.95, "weight_decay": 0.01, "moment2_method": "normuon"}
 
@@ -85,6 +91,17 @@ PEERS = [
     _of_heavyball("AdamMini"),
     _of_pytorch_optimizer("AdamW", moved=ADAMW_BYTES),
     _of_pytorch_optimizer("Muon", kinds=KERNELS, make=_muon),
+    _of_pytorch_optimizer(
+        *("Muon", "on the short side", {"ns_method": "gram_newton_schulz"}, KERNELS), make=_muon
+    ),
+    _of_pytorch_optimizer("NorMuon", kinds=KERNELS, make=_muon),
+    Row("gram_newton_schulz", "Muon", "", _RESTARTS, MATRICES, compiles=True),
+    Row(
+        *("gram_newton_schulz", "Muon", "without its kernels"),
+        *({"ns_use_kernels": False, **_RESTARTS}, MATRICES),
+        compiles=True,
+    ),
+    Row("muon", "SingleDeviceMuon", kinds=KERNELS),
     Row("dion", "Muon", settings=_DION, kinds=MATRICES),
     Row("dion", "NorMuon", settings=_DION, kinds=MATRICES),
     Row(

@@ -43,13 +43,13 @@ class Row:
     Attributes:
         library: module that has it.
         optimizer: name of the class.
-        label: what tells rows of one class apart.
+        label: a distinction between rows of one class.
         settings: arguments besides the parameters and lr.
         kinds: the kinds of parameters it is given.
         period: steps after which its work repeats; their mean is what counts.
         moved: bytes per parameter that a step must read and write, if it is elementwise.
         compiles: whether it compiles itself, and can do without.
-        note: what a reader of the row should know.
+        note: a remark for readers of the table.
         make: makes the optimizer.
     """
 

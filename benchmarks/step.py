@@ -57,6 +57,8 @@ def run(args: argparse.Namespace, sets: list[list[Row]]) -> dict[str, Any]:
         done += [describe(entry, medians, copy) for entry in entries]
         for entry in entries:
             entry.close()
+        if any(row.compiles for row in members):  # not before: others may still need what they have
+            torch.compiler.reset()
         pooled = {e.name: statistics.median(e.samples) for e in (copy, *references) if e.samples}
         result["copy_gb_per_s"] = rounded(copy.optimizer.moved / pooled[copy.name] / 1e6)
         result["rows"] = [*(describe(entry, pooled, copy) for entry in references), *done]

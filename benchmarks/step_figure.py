@@ -8,7 +8,7 @@ includes, and a picture per device, which `step.md` shows; `--name` names them o
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from benchmarks.step import REFERENCES
 
 __all__ = ["draw", "main", "markdown"]
 
-ADAMW, _, MUON = REFERENCES
+ADAMW = REFERENCES[0]
 OURS, OTHERS, INK = "#2b83ba", "#9b9b9b", "#808080"  # readable on white and on black
 Result = dict[str, Any]
+Row = dict[str, Any]
 
 
 def markdown(results: list[Result], picture: str) -> str:
@@ -36,18 +37,19 @@ def markdown(results: list[Result], picture: str) -> str:
         f"Float32, {others}. A copy moves, in GB/s, {speeds}.",
         f"![Step time relative to AdamW fused, {where}]({picture})",
         f"All parameters: milliseconds per step, and in brackets the ratio to {ADAMW}.",
-        times(results, everything, ADAMW),
+        times(results, everything, to_adamw),
     ]
     moving = [n for n in everything if any(r.get("copy_share") for r in rows_named(results, n))]
     parts += [
         "Bytes that the step must read and write, in % of what a copy moves in that time.",
-        grid(results, moving, lambda row: f"{100 * row['copy_share']:.0f}"),
+        grid(results, moving, lambda _, row: f"{100 * row['copy_share']:.0f}"),
     ]
     if matrices:
         parts += [
             "Hidden matrices and convolution kernels only: milliseconds per step, and in brackets "
-            f"the ratio to {MUON}.",
-            times(results, matrices, MUON),
+            "the ratio to the fastest of the other libraries that were measured, which is "
+            f"{fastest_others(results)}.",
+            times(results, matrices, to_fastest_other),
         ]
     remarks = notes(results)
     if remarks:
@@ -61,7 +63,7 @@ def measured(results: list[Result]) -> list[str]:
     return list(dict.fromkeys(row["name"] for row in rows if row["error"] is None))
 
 
-def rows_named(results: Iterable[Result], name: str) -> list[dict[str, Any]]:
+def rows_named(results: Iterable[Result], name: str) -> list[Row]:
     """Return the rows with a name."""
     return [row for result in results for row in result["rows"] if row["name"] == name]
 
@@ -71,12 +73,37 @@ def matrices_only(results: list[Result], name: str) -> bool:
     return "vector" not in rows_named(results, name)[0]["kinds"]
 
 
-def times(results: list[Result], of: list[str], reference: str) -> str:
-    """Return tables of times with ratios, and of memory, which hardly depends on the device."""
+def fastest_other(result: Result) -> Row | None:
+    """Return the fastest row for matrices that is not ours."""
+    others = [
+        row
+        for row in result["rows"]
+        if row["error"] is None
+        and "vector" not in row["kinds"]
+        and not row["name"].startswith("torchpisa")
+    ]
+    return min(others, key=lambda row: row["ms"], default=None)
 
-    def cell(row: dict[str, Any]) -> str:
-        ratio = row["ratios"].get(reference)
-        return f"{row['ms']:.3g}" + ("" if ratio is None else f" ({ratio:.2f})")
+
+def fastest_others(results: list[Result]) -> str:
+    """Return the names of the fastest others, each with its models."""
+    models: dict[str, list[str]] = {}
+    for result in results:
+        row = fastest_other(result)
+        if row is not None:
+            models.setdefault(row["name"], []).append(result["config"]["model"])
+    shown = [f"{name} for {', '.join(of)}" for name, of in models.items()]
+    return "; ".join(shown) or "none"
+
+
+def times(
+    results: list[Result], of: list[str], ratio: Callable[[Result, Row], float | None]
+) -> str:
+    """Return a table of times with ratios, and of memory, which hardly depends on the device."""
+
+    def cell(result: Result, row: Row) -> str:
+        value = ratio(result, row)
+        return f"{row['ms']:.3g}" + ("" if value is None else f" ({value:.2f})")
 
     def extent(key: str) -> dict[str, str]:
         cells = {}
@@ -93,10 +120,22 @@ def times(results: list[Result], of: list[str], reference: str) -> str:
     return grid(results, of, cell, more)
 
 
+def to_adamw(result: Result, row: Row) -> float | None:
+    """Return the ratio to AdamW, timed in the same minutes."""
+    ratio: float | None = row["ratios"].get(ADAMW)
+    return ratio
+
+
+def to_fastest_other(result: Result, row: Row) -> float | None:
+    """Return the ratio to `fastest_other`."""
+    other = fastest_other(result)
+    return None if other is None else float(row["ms"]) / float(other["ms"])
+
+
 def grid(
     results: list[Result],
     of: list[str],
-    cell: Any,
+    cell: Callable[[Result, Row], str],
     more: dict[str, dict[str, str]] | None = None,
 ) -> str:
     """Return a Markdown table: rows by name, a column per model, and `more` columns."""
@@ -107,7 +146,7 @@ def grid(
         cells = []
         for result in results:
             rows = [row for row in rows_named([result], name) if row["error"] is None]
-            cells.append(cell(rows[0]) if rows else "–")
+            cells.append(cell(result, rows[0]) if rows else "–")
         cells += [column[name] for column in more.values()]
         shown = f"**{name}**" if name.startswith("torchpisa") else name
         lines.append(f"| {' | '.join([shown, *cells])} |")

@@ -167,10 +167,8 @@ class Entry:
         self.close()
 
     def close(self) -> None:
-        """Let go of the optimizer, its state and what was compiled for it."""
+        """Let go of the optimizer and its state."""
         self.optimizer = None
-        if self.row is not None and self.row.compiles:
-            torch.compiler.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

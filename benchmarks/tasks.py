@@ -204,9 +204,9 @@ def fit(
     Args:
         task_name: one of `TASKS`.
         data: folder of the data sets.
-        device: where to train.
-        seed: of initial weights and order of the data.
-        scale: what the loss is multiplied by.
+        device: the device to train on.
+        seed: seed of initial weights and order of the data.
+        scale: a factor on the loss.
         make: makes the optimizer, from the model, the task and the scaled loss.
     """
     torch.set_num_threads(1)

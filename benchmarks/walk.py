@@ -1,10 +1,10 @@
-"""How far one step goes through the package: files and frames, as a reader would follow them.
+"""Count the files and frames that one step goes through, as a reader would follow them.
 
     python -m benchmarks walk            # a model of two parameters
     python -m benchmarks walk -v         # every function, in the order of the first call
 
-Counted with `sys.setprofile`, so that a comprehension counts as a frame where Python makes one
-(before 3.12). A step is taken after a few others, when everything has been made that is kept.
+Frames are counted with `sys.setprofile`, so a comprehension counts where Python makes a frame for
+it (before 3.12). The measured step follows a few others, so all caches are filled.
 """
 
 import argparse
@@ -36,23 +36,23 @@ class Walk(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """How many functions were entered."""
+        """The number of functions entered."""
         return len(self.calls)
 
     @property
     def files(self) -> int:
-        """How many files these are in."""
+        """The number of files that define them."""
         return len({file for file, _ in self.calls})
 
     @property
     def jumps(self) -> int:
-        """How often the file changed from one call to the next."""
+        """The number of changes of file from one call to the next."""
         pairs = zip(self.calls, self.calls[1:], strict=False)
         return sum(one[0] != other[0] for one, other in pairs)
 
 
 def follow(function: Callable[[], object]) -> Walk:
-    """Return what of torchpisa a call goes through."""
+    """Return the functions of torchpisa that a call enters."""
     calls: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -130,7 +130,7 @@ def federated_round() -> Walk:
 
 
 def walks() -> dict[str, Walk]:
-    """Return a walk for each of the ways that CONTRIBUTING tells of."""
+    """Return the walks of steps and rounds, by name."""
     return {
         "SISA": step_of(SISA),
         "SISA, sigma and rho given": step_of(SISA, sigma=0.5, rho=1e3),
@@ -148,14 +148,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="name the functions")
     args = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    found = walks()
+    by_name = walks()
     print("| step | files | frames | changes of file |")
     print("|---|---|---|---|")
-    for name, walk in found.items():
+    for name, walk in by_name.items():
         limit = LIMITS.get(name)
         most = f" (at most {limit[0]}, {limit[1]})" if limit else ""
         print(f"| {name}{most} | {walk.files} | {walk.frames} | {walk.jumps} |")
-    for name, walk in found.items() if args.verbose else ():
+    for name, walk in by_name.items() if args.verbose else ():
         print(f"\n{name}")
         for file, function in dict.fromkeys(walk.calls):
             print(f"    {file:40} {function}")

@@ -1,4 +1,4 @@
-"""What one gains: an optimizer swapped in one line, and clients that hold one digit each.
+"""Two demonstrations: an optimizer swapped in one line, and clients with one digit each.
 
 Part one trains a small transformer on the characters of Python's own manual with AdamW, Muon (with
 AdamW for what is not a hidden matrix) and MISA: with default settings, and with the best of six
@@ -69,10 +69,10 @@ class Task:
 
     Attributes:
         part: "text" or "clients".
-        name: of the optimizer or algorithm.
-        settings: what it is given.
+        name: the name of the optimizer or algorithm.
+        settings: its arguments.
         kind: "default", "best", or "trial" when tuning.
-        seed: of the weights and of the order of the data.
+        seed: seed of the weights and of the order of the data.
     """
 
     part: str

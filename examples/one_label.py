@@ -84,7 +84,7 @@ class Film:
     """The frames of the picture: a round each, and a rest at the end.
 
     Args:
-        rounds: how many.
+        rounds: the number of rounds.
     """
 
     rounds: int

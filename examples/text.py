@@ -1,4 +1,4 @@
-"""What `ddp.py` and `hsdp.py` share: a text in uneven parts, a transformer on bytes, the loop."""
+"""Shared by `ddp.py` and `hsdp.py`: a text in uneven parts, a transformer on bytes, the loop."""
 
 import argparse
 import math
@@ -21,7 +21,7 @@ from torchpisa.distributed import latest, load, save
 
 CONTEXT = 64
 BATCH_SIZE = 16  # of each process
-VALIDATION = 128  # windows that each node looks at
+VALIDATION = 128  # windows of each node
 LINES = 10  # of progress
 
 
@@ -29,7 +29,7 @@ LINES = 10  # of progress
 
 
 def launch(work: Callable[[torch.device], None]) -> None:
-    """Do `work` in all processes that torchrun started, or here; on GPUs if each can have one."""
+    """Run `work` in all processes of torchrun, or in this one; on GPUs if there are enough."""
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -46,10 +46,9 @@ def launch(work: Callable[[torch.device], None]) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process.
+    """End this process at once.
 
-    At once, because a thread of gloo that has not yet dropped its last tensor aborts a Python that
-    is finishing.
+    A normal exit may abort while a thread of gloo still holds a tensor.
     """
     sys.stdout.flush()
     os._exit(status)
@@ -59,10 +58,10 @@ def check(problem: str | None) -> None:
     """End all processes, with one message, if one of them has a problem."""
     problems: list[str | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(problems, problem)
-    found = [own for own in problems if own is not None]
-    if found:
+    messages = [message for message in problems if message is not None]
+    if messages:
         if distributed.get_rank() == 0:
-            print(f"{Path(sys.argv[0]).name}: error: {found[0]}", file=sys.stderr, flush=True)
+            print(f"{Path(sys.argv[0]).name}: error: {messages[0]}", file=sys.stderr, flush=True)
         distributed.barrier()  # whoever ends first ends the others, so not before the message
         leave(2)
 
@@ -71,7 +70,7 @@ def check(problem: str | None) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """One that all processes use, and of which one complains."""
+    """A parser for all processes, of which only the first prints errors."""
 
     def error(self, message: str) -> NoReturn:
         check(message)
@@ -107,7 +106,7 @@ def whole_number(low: int) -> Callable[[str], int]:
 
 
 def read(path: Path | None) -> bytes:
-    """A file, or the standard library, module after module in the order of their names."""
+    """Return the bytes of a file, or of the standard library, module by module in name order."""
     if path is not None:
         return path.read_bytes()
     folder = Path(sysconfig.get_path("stdlib"))
@@ -120,18 +119,18 @@ def read(path: Path | None) -> bytes:
 
 
 class Part:
-    """What a node has of the text: other modules than the others, and more or fewer of them.
+    """The part of the text that one node has; parts differ in content and in size.
 
     The text is cut into one piece per node, of sizes 1 : 2 : 3 and so on. Every tenth window of a
     piece is for validation.
 
     Args:
-        options: `text` and `seed` of these.
-        device: where windows go.
-        node: which piece, from 0.
-        nodes: number of pieces.
-        member: which of the processes that share the node, from 0.
-        members: number of these. Each takes its share of the node's windows.
+        options: the options, of which `text` and `seed` are used.
+        device: the device of the windows.
+        node: the index of the piece, from 0.
+        nodes: the number of pieces.
+        member: the index of this process among those that share the node, from 0.
+        members: their number. Each takes an equal share of the node's windows.
     """
 
     def __init__(
@@ -166,16 +165,16 @@ class Part:
         self._order = RoundSampler(split(self._training, 1), batch_size, seed=options.seed)
 
     def draw(self, step: int) -> Tensor:
-        """What to train on: a function of the step, so that a resumed run goes on as it was."""
+        """Return the batch of a step, a function of `step`, so that a run can be resumed."""
         return self._mine(self._training[self._order.draw(step, 0)])
 
     def _mine(self, windows: Tensor) -> Tensor:
-        """This process's share; every member gets as many."""
+        """Return the windows of this process; every member of a node gets as many."""
         each = len(windows) // self._members
         return windows[self._member * each :][:each].to(self._device).long()
 
     def average(self, *losses: Tensor) -> list[float]:
-        """Of all nodes, by weight, and of their members."""
+        """Return losses, averaged over nodes by weight and over their members."""
         total = torch.stack(losses) * (self.weight / self._members)
         distributed.all_reduce(total)
         return total.tolist()
@@ -238,7 +237,7 @@ def train(
 
     Args:
         model: as it is called, so in DistributedDataParallel if that is used.
-        optimizer: of its parameters.
+        optimizer: the optimizer of its parameters.
         part: the data of this process.
         options: see `parser`.
         scale: a factor on the gradients.

@@ -57,6 +57,7 @@ def run_recipe(
     time_limit: float | None = None,
     tensorboard: bool = False,
     train: bool = True,
+    known: Results | None = None,
 ) -> Results:
     """Do the runs that are not in the logs yet, check all, and return the results.
 
@@ -71,6 +72,7 @@ def run_recipe(
         time_limit: seconds after which no run is started and those under way stop.
         train: False starts no runs: the results are those of the logs.
         tensorboard: write TensorBoard's files too, to the folder `tensorboard` beside `folder`.
+        known: saved results. What they have with the same settings counts as done.
     """
     runs = Runs(
         run=recipe.run,
@@ -85,9 +87,9 @@ def run_recipe(
         tensorboard=folder.parent / "tensorboard" if tensorboard else None,
         packages=recipe.packages,
     )
+    known_runs = {} if known is None else find_known(runs, known)
     chosen = [n for n in runs.plan if not only or any(fnmatch(n, pattern) for pattern in only)]
-    if not train:
-        chosen = []
+    chosen = [name for name in chosen if name not in known_runs] if train else []
     for name in list(chosen):
         reason = recipe.missing_requirement(runs.plan[name])
         if reason is not None and runs.log(name) is None:
@@ -100,6 +102,9 @@ def run_recipe(
     results: Results = {"config": shared, "checks": [], "runs": {}, "missing": []}
     for name in runs.plan:
         run = runs.log(name)
+        if run is None and name in known_runs:
+            results["runs"][name] = known_runs[name]
+            continue
         if run is None:
             results["missing"].append(name)
             continue
@@ -109,6 +114,17 @@ def run_recipe(
     if has_enough_runs(recipe, results):
         results["checks"] = [dataclasses.asdict(check) for check in recipe.check(results)]
     return results
+
+
+def find_known(runs: Runs, known: Results) -> dict[str, Any]:
+    """Return the saved runs, as they were saved, that a plan has with the same settings."""
+    found = {}
+    for name, run in known["runs"].items():
+        if name in runs.plan:
+            config = {entry: known["config"].get(entry) for entry in runs.run_key}
+            if {"config": config, "settings": run["settings"]} == runs.key(name):
+                found[name] = run
+    return found
 
 
 def has_enough_runs(recipe: Recipe, results: Results) -> bool:
@@ -146,25 +162,41 @@ def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence
         parser.add_argument("--device", default=best, help="default here: %(default)s")
     if "data" in option_names:
         parser.add_argument(
-            "--data", type=Path, help="folder; default: TORCHPISA_DATA, or else data"
+            "--data",
+            type=Path,
+            metavar="DIR",
+            help="folder of the data; default: that of TORCHPISA_DATA, or else data",
         )
     if "compile" in option_names:
         parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     if "checkpoints" in option_names:
         parser.add_argument(
-            "--checkpoints", type=Path, help="folder to save unfinished runs in; default: none"
+            "--checkpoints",
+            type=Path,
+            metavar="DIR",
+            help="folder to save unfinished runs in and to resume them from; default: none",
         )
     if "save_weights" in option_names:
         parser.add_argument(
-            "--save-weights", type=Path, help="folder for the weights of runs; default: none"
+            "--save-weights",
+            type=Path,
+            metavar="DIR",
+            help="folder for the weights of runs; default: none",
         )
     if "samples" in option_names:
-        parser.add_argument("--samples", type=Path, help="folder for pictures; default: none")
+        parser.add_argument(
+            "--samples", type=Path, metavar="DIR", help="folder for pictures; default: none"
+        )
     if "inception" in option_names:
         parser.add_argument(
-            "--inception", type=Path, help="file of its weights; default: the preset's network"
+            "--inception",
+            type=Path,
+            metavar="FILE",
+            help="weights of Inception, to use its features; default: the preset's network",
         )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; default 1")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at the same time; default: 1"
+    )
 
 
 def positive_seconds(word: str) -> float:
@@ -196,11 +228,19 @@ def make_parser(name: str, recipe: Recipe) -> argparse.ArgumentParser:
         f"python -m recipes {name}", description=recipe.title, epilog=others
     )
     presets = list(recipe.presets)
-    parser.add_argument("--preset", choices=presets, default=presets[0])
-    parser.add_argument("--seed", type=int, help="default: the preset's")
-    parser.add_argument("--out", type=Path, help="folder; default: runs/PRESET")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN", help="do runs so named only"
+        "--preset", choices=presets, default=presets[0], help="which runs; default: %(default)s"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the first; default: the preset's")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for logs and results; default: runs/PRESET"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="do only the runs whose names match, such as '*_sisa_*'; may be repeated",
     )
     recipe.add_arguments(parser)
     add_resource_options(parser, recipe.options)
@@ -218,6 +258,9 @@ def make_parser(name: str, recipe: Recipe) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--no-runs", action="store_true", help="do no runs: results of those in the logs"
+    )
+    parser.add_argument(
+        "--known", type=Path, metavar="FILE.json", help="saved results: do not run these again"
     )
     parser.add_argument("--list", action="store_true", help="list the runs and their state only")
     parser.add_argument(
@@ -241,9 +284,9 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
     """Do what a command asks for: run a recipe, list its runs, show results, or another command.
 
     Args:
-        name: of the recipe, as it is typed. Files have it with `_` for a space.
+        name: the name of the recipe, as typed. Files have it with `_` for a space.
         recipe: the recipe.
-        words: of the command line, after the name.
+        words: the words of the command line after the name.
     """
     if words and words[0] in recipe.commands:
         recipe.commands[words[0]](words[1:])
@@ -254,8 +297,10 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
     options = read_resource_options(parser, args, recipe.options)
     if args.seed is not None and args.seed < 0:
         parser.error(f"--seed must be >= 0, got {args.seed}")
-    if args.show and not args.show.is_file():
-        parser.error(f"--show must be a file that a recipe wrote, got {args.show}")
+    for option, file in (("--show", args.show), ("--known", args.known)):
+        if file and not file.is_file():
+            parser.error(f"{option} must be a file that a recipe wrote, got {file}")
+    known = json.loads(args.known.read_text(encoding="utf-8")) if args.known else None
     config = recipe.presets[args.preset]
     if args.seed is not None:
         config = dataclasses.replace(config, seed=args.seed)
@@ -269,8 +314,9 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
             parser.error(f"--only must match a run (--list names them), got {pattern!r}")
     if args.list:
         runs = Runs(recipe.run, config, plan, folder / stem, run_key=recipe.run_key(config))
+        known_runs = {} if known is None else find_known(runs, known)
         for run in plan:
-            print(f"{'done' if runs.log(run) else 'to do'}  {run}")
+            print(f"{'done' if run in known_runs or runs.log(run) else 'to do'}  {run}")
         return
     # Checked before the runs, which may take hours.
     if not args.runs_only and importlib.util.find_spec("matplotlib") is None:
@@ -296,6 +342,7 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
                 time_limit=args.time_limit,
                 tensorboard=args.tensorboard,
                 train=not args.no_runs,
+                known=known,
             )
             first = ranks.rank() == 0
     except (FileNotFoundError, datasets.CorruptFileError) as error:

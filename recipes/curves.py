@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = [
     "draw",
     "epoch_costs",
     "group_runs",
+    "list_not_run",
     "mean_or_inf",
     "run_facts",
 ]
@@ -33,8 +34,17 @@ Run = dict[str, Any]
 
 OUTLIER_FACTOR = 5.0  # times the usual median: a curve there is one of a training that failed
 LINE_STYLES: list[Any] = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
+# Those of the same place in a line have one colour, those of a line one line style.
+STYLE_ORDER = (
+    *("sisa", "misa", "sgd", "adam", "adamw", "adabelief"),
+    *("sisa_steps", "misa_adam_rate", "muon", "rmsprop", "adabound", "yogi"),
+    *("sisa_defaults", "nsisa", "radam", "msvag", "lamb", "nadam"),
+    *("sisa_test", "padam"),
+)
+PERCENTAGES = (20, 30, 40, 50, 60, 70, 80, 85, 90, 92, 94, 95, 96, 97, 98, 99)
 VARIANT_NAMES = {
     "sisa_steps": "SISA, published steps",
+    "sisa_test": "SISA, row for testing",
     "sisa_defaults": "SISA, defaults",
     "sisa_lr": "SISA, Adam's rate",
     "misa_adam_rate": "MISA, Adam's rate",
@@ -47,12 +57,13 @@ class Panel:
 
     Attributes:
         title: above it.
-        label: of the vertical axis.
+        label: the label of the vertical axis.
         curves: runs by optimizer.
         x: column for the horizontal axis.
         y: column for the vertical axis.
         scale: values are multiplied by it.
         log: whether the vertical axis is logarithmic.
+        percent: whether it is logarithmic in what is missing to 100, as good accuracies differ.
     """
 
     title: str
@@ -62,6 +73,7 @@ class Panel:
     y: str
     scale: float = 1.0
     log: bool = False
+    percent: bool = False
 
 
 def display_name(label: str) -> str:
@@ -125,6 +137,18 @@ def compose_report(results: Results, parts: Sequence[str], checks: Sequence[Chec
     return "\n\n".join(parts) + "\n"
 
 
+def list_not_run(paper: Mapping[str, str], labels: Iterable[str]) -> list[str]:
+    """Return a line on the paper's results that have no run here, or nothing.
+
+    Args:
+        paper: the paper's results as text, by optimizer.
+        labels: of the runs here; a variant of SISA counts as SISA.
+    """
+    ran = {label.removesuffix("_steps") for label in labels}
+    others = [f"{display_name(name)} {text}" for name, text in paper.items() if name not in ran]
+    return [f"In the paper only: {', '.join(others)}."] if others else []
+
+
 def check_column_falls(results: Results, column: str, words: str) -> list[Check]:
     """Check for every run that a column falls from its first value to its last."""
     checks = []
@@ -161,8 +185,8 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
     """Draw panels in rows; mean over seeds and, of several, a band of one standard deviation.
 
     Args:
-        rows: of panels, all as long as the first.
-        path: of the picture.
+        rows: rows of panels, all as long as the first.
+        path: the file of the picture.
         salt: see `recipes.style.look`.
         x_label: below all of them.
     """
@@ -171,6 +195,7 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
 
     panels = [panel for row in rows for panel in row]
     labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
+    styles = line_styles(labels)
     columns = max(len(row) for row in rows)
     with figure_style(salt):
         figure = Figure((3.4 * columns, 2.4 * len(rows) + 0.5), layout="constrained")
@@ -180,12 +205,11 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
             shown = {label: mean_curve(panel, runs) for label, runs in panel.curves.items()}
             within = outlier_limits([mean for _, mean, _ in shown.values()])
             low, high = within or (-math.inf, math.inf)
-            for number, label in enumerate(labels):
+            for label in labels:
                 if label not in shown:
                     continue
                 x, mean, deviation = shown[label]
-                line = LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
-                colour = COLOURS[number % len(COLOURS)]
+                colour, line = styles[label]
                 (handles[label],) = axes.plot(x, mean, color=colour, ls=line, lw=1.2)
                 axes.fill_between(
                     *(x, [m - d for m, d in zip(mean, deviation, strict=True)]),
@@ -197,14 +221,14 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
                 )
             axes.set_title(panel.title, fontsize=9)
             axes.set_ylabel(panel.label, fontsize=8)
-            axes.set_yscale("log" if panel.log else "linear")
             if axes.get_xlim()[1] >= 1e4:  # 100k and not 100000, for which there is no room
                 axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-            if panel.log:  # 200 and not 2 x 10^2
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter("{x:g}")
             if within is not None:
                 axes.set_ylim(*within)
+            if panel.log:
+                scale_logarithmically(axes)
+            if panel.percent:
+                scale_towards_100(axes)
             axes.grid(color=INK, alpha=0.2, lw=0.6)
             axes.spines[["top", "right"]].set_visible(False)
         rows_of_legend = max(1, math.ceil(len(handles) / 6))
@@ -215,6 +239,48 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
         )
         figure.supxlabel(x_label, fontsize=9)
         figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def line_styles(labels: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Return colour and line style by label: in every picture the same for the usual ones."""
+    free = [at for at, name in enumerate(STYLE_ORDER) if name not in labels]
+    free += range(len(STYLE_ORDER), len(STYLE_ORDER) + len(labels))
+    styles = {}
+    for label in labels:
+        at = STYLE_ORDER.index(label) if label in STYLE_ORDER else free.pop(0)
+        line = LINE_STYLES[at // len(COLOURS) % len(LINE_STYLES)]
+        styles[label] = COLOURS[at % len(COLOURS)], line
+    return styles
+
+
+def scale_logarithmically(axes: Any) -> None:
+    """Make the vertical axis logarithmic, with enough ticks, as 200 and not 2 x 10^2."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    steps = [2, 3, 5] if high > 10 * low else [1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8]
+    axes.yaxis.set_minor_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+
+
+def scale_towards_100(axes: Any) -> None:
+    """Make the vertical axis logarithmic in what is missing to 100."""
+    import numpy as np
+
+    low, high = axes.dataLim.intervaly
+    low, high = 100 - 1.1 * (100 - low), 100 - 0.9 * (100 - high)
+    axes.set_yscale(
+        "function",
+        functions=(
+            lambda y: -np.log10(np.maximum(100 - np.asarray(y), 1e-3)),
+            lambda z: 100 - 10 ** -np.asarray(z),
+        ),
+    )
+    axes.set_ylim(low, high)
+    ticks = [tick for tick in PERCENTAGES if low <= tick <= high]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
 
 
 def outlier_limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None:

@@ -23,6 +23,7 @@ import os
 import pickle
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +85,8 @@ class Source:
     Attributes:
         find: returns the place of the files in a data folder, or None if they are not there.
         read: reads them.
-        needs: what `find` looks for, in words.
-        instructions: where to get the files.
+        needs: the files that `find` looks for, in words.
+        instructions: instructions for getting the files.
         classes: number of labels.
         mean: per channel, of the training data in [0, 1]; without it inputs stay in [0, 1].
         deviation: likewise, the standard deviation.
@@ -185,11 +186,18 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
 
     Raises:
         FileNotFoundError: see `locate`.
+        CorruptFileError: what is in the cache cannot be read.
     """
     place, cached = locate(name, folder), _cached(name, data_folder(folder))
     if place == cached:
-        with np.load(cached) as saved:
-            return Arrays(*(saved[field] for field in Arrays._fields))
+        try:
+            with cached.open("rb") as file, np.load(file) as saved:
+                return Arrays(*(saved[field] for field in Arrays._fields))
+        except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            raise CorruptFileError(
+                f"{cached.resolve()} is damaged: {error}. Remove it; it is made anew from the "
+                f"published files. {_source(name).instructions}"
+            ) from None
     arrays = _source(name).read(place)
     if cached.parent.is_dir() and name != "digits":
         # Atomic, because other processes may be reading or writing the same file.
@@ -200,7 +208,7 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
 
 
 class CorruptFileError(ValueError):
-    """A file that is not the published one."""
+    """A file that is damaged, not the published one, or does not fit what it is for."""
 
 
 # SHA-256, or MD5 where that is what the publisher gives, by the name of the file.
@@ -243,7 +251,7 @@ def check_checksum(path: Path, checksums: Mapping[str, str], instructions: str) 
     Args:
         path: the file.
         checksums: SHA-256 or MD5 by name.
-        instructions: where to get the file again.
+        instructions: instructions for getting the file again.
 
     Raises:
         FileNotFoundError: there is no such file.

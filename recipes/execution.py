@@ -1,4 +1,4 @@
-"""Execution of runs: each is done once, logged while it runs, and several may run at a time."""
+"""Execute runs: each one once, with a log, and several at a time."""
 
 import contextlib
 import dataclasses
@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Runs:
     packages: tuple[str, ...] = ()
 
     def key(self, name: str) -> dict[str, Any]:
-        """Return what identifies a run, through JSON, so that it equals what a log holds."""
+        """Return the identity of a run, after a round trip through JSON, as logs hold it."""
         key = {"config": self.run_key, "settings": dataclasses.asdict(self.plan[name])}
         return json.loads(json.dumps(key))
 
@@ -64,14 +64,15 @@ class Runs:
         return self.folder / f"{name}.jsonl"
 
     def log(self, name: str) -> dict[str, Any] | None:
-        """Return what a finished run logged, or None."""
+        """Return the log of a run if it is finished, else None."""
         return logs.read(self.path(name), **self.key(name))
 
     def run_missing(self, names: list[str]) -> None:
-        """Do those of these runs that are not finished.
+        """Do the runs that are not finished.
 
         Raises:
             RuntimeError: runs failed; the others were done before it is raised.
+        FileNotFoundError, CorruptFileError: runs failed for want of data.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         places = {name: f"{i}/{len(names)} {name}" for i, name in enumerate(names, start=1)}
@@ -88,10 +89,12 @@ class Runs:
             failed = self.run_in_turn(missing, places)
         if failed:
             first = next(iter(failed.values()))
+            if isinstance(first, FileNotFoundError | CorruptFileError):  # its message says it all
+                raise first
             raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}") from first
 
     def run_in_turn(self, names: list[str], places: dict[str, str]) -> dict[str, BaseException]:
-        """Do runs one after the other, in this process, and return what failed."""
+        """Do runs one after the other in this process; return the failures."""
         failed: dict[str, BaseException] = {}
         for name in names:
             try:
@@ -108,7 +111,7 @@ class Runs:
     def run_in_processes(
         self, names: list[str], places: dict[str, str]
     ) -> dict[str, BaseException]:
-        """Do runs in several processes, and return what failed."""
+        """Do runs in several processes; return the failures."""
         failed: dict[str, BaseException] = {}
         for name in names:  # logs of an earlier command are no progress of this one
             self.path(name).unlink(missing_ok=True)
@@ -179,10 +182,16 @@ class TimeLimitError(Exception):
 
 
 def until_deadline(lines: Iterator[Line], deadline: float | None) -> Iterator[Line]:
-    """Yield the lines until the deadline has passed; then raise TimeLimitError."""
+    """Yield the lines until the deadline has passed; then raise TimeLimitError.
+
+    Likewise when the process that started this one is gone: the command may be given once more.
+    """
+    parent = parent_process()
     for line in lines:
         yield line
-        if is_over(deadline):
+        if is_over(deadline) or (parent is not None and not parent.is_alive()):
+            if isinstance(lines, Generator):
+                lines.close()  # which saves a checkpoint
             raise TimeLimitError
 
 

@@ -46,7 +46,7 @@ class TensorBoardLog:
     left in the folder is removed.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -26,7 +26,7 @@ TITLES = {
     "sisa": "SISA",
     "nsisa": "NSISA",
     "misa": "MISA",
-    "sgd": "SGD-M",
+    "sgd": "SGD",
     "adabound": "AdaBound",
     "adam": "Adam",
     "radam": "RAdam",
@@ -78,8 +78,8 @@ class Choice:
         name: one of `TITLES`.
         options: its arguments. SISA's `gamma` may be a pair (t, s): t every s epochs.
         batches: m, the parts of a batch that torchpisa's optimizers step with one by one.
-        label: of runs with it; by default the name.
-        schedule: of its own, in place of the one that all runs share.
+        label: the label of its runs; by default the name.
+        schedule: a schedule that replaces the one of all runs.
     """
 
     name: str
@@ -123,8 +123,8 @@ def build(choice: Choice, model: nn.Module, rounds: int) -> Optimizer:
 
     Args:
         choice: see `Choice`.
-        model: what it trains.
-        rounds: of an epoch, for a gamma that is given in epochs.
+        model: the model.
+        rounds: the rounds of an epoch, for a gamma that is given in epochs.
 
     Raises:
         ImportError: this machine lacks what the optimizer needs.

@@ -18,7 +18,7 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """A statement of the paper, what was seen of it here, and whether it holds."""
+    """A statement of the paper, our result, and whether the statement holds."""
 
     panel: str
     paper: str
@@ -82,7 +82,7 @@ class Recipe:
 
 
 def shared_settings(config: Any, settings: type[Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that the settings of its runs have, too."""
+    """Return the fields that a configuration shares with the settings of its runs."""
     names = {entry.name for entry in dataclasses.fields(config)}
     fields = (entry.name for entry in dataclasses.fields(settings))
     return {name: getattr(config, name) for name in fields if name in names}

@@ -16,7 +16,7 @@ def figure_style(salt: str) -> Iterator[None]:
     """Set matplotlib's style: glyphs as text and fixed ids, so that files are reproducible.
 
     Args:
-        salt: of the ids; the recipe's name.
+        salt: salt of the ids, the recipe's name.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""Trainings that continue where they were interrupted, and passes replayed as CUDA graphs."""
+"""Run trainings that can be interrupted and resumed, with passes as CUDA graphs."""
 
 import contextlib
 import dataclasses
@@ -6,8 +6,10 @@ import gc
 import json
 import math
 import os
+import pickle
 import warnings
 from abc import ABC, abstractmethod
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,26 +18,31 @@ import torch
 from torch import Tensor, nn
 
 from recipes import ranks
+from recipes.datasets import CorruptFileError
 from recipes.recipe import Line
 
 __all__ = [
     "GraphedPass",
     "GraphedRound",
     "Training",
+    "add_precision_option",
     "checkpoint_file",
     "finite_or_none",
     "forward_precision",
     "run_training",
     "save_atomically",
     "seed_from",
+    "with_precision",
 ]
+
+PRECISIONS = ("float32", "bfloat16")
 
 
 class Training(ABC):
     """A training that `run_training` can run, interrupt and resume.
 
     Args:
-        settings: of the run, a dataclass with a `name`.
+        settings: the settings of the run, a dataclass with a `name`.
         device: the device to train on.
         total: the length of the run, in epochs or steps.
 
@@ -63,7 +70,7 @@ class Training(ABC):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return all that is needed to continue; called right after `advance`."""
+        """Return the state to resume from; called right after `advance`."""
         parts = {name: getattr(self, name).state_dict() for name in self.saved}
         return {"done": self.done, "elapsed": self.elapsed, **parts}
 
@@ -83,7 +90,8 @@ def run_training(
         training: just built.
         checkpoints: folder of checkpoints, or None for none. That of a run is removed when the run
             is done; one of other settings is not used.
-        save_every: epochs or steps from one checkpoint to the next.
+        save_every: epochs or steps from one checkpoint to the next. There is one more where the
+            caller closes the generator, as at a time limit.
     """
     lines: list[Line] = []
     file = checkpoint_file(checkpoints, training.settings)
@@ -101,27 +109,46 @@ def run_training(
     yield from lines
     while training.done < training.total and not (lines and lines[-1].get("diverged")):
         lines.append(training.advance())
-        last = training.done == training.total
-        if file is not None and not last and training.done % save_every == 0:
-            save_atomically({"settings": key, "lines": lines, "training": training.state()}, file)
-        yield lines[-1]
+        due = training.done % save_every == 0 and training.done < training.total
+        if file is not None and due:
+            save_run(training, lines, key, file)
+        try:
+            yield lines[-1]
+        except GeneratorExit:
+            if file is not None and not due:
+                save_run(training, lines, key, file)
+            raise
     if file is not None:
         file.unlink(missing_ok=True)
+
+
+def save_run(training: Training, lines: list[Line], key: str, file: Path) -> None:
+    """Save a training and its log so far, right after a line of it."""
+    save_atomically({"settings": key, "lines": lines, "training": training.state()}, file)
 
 
 def checkpoint_file(folder: str | Path | None, settings: Any) -> Path | None:
     """Return the file of a run's checkpoint, one for each of several processes, or None."""
     if folder is None:
         return None
-    own = f".rank{ranks.rank()}of{ranks.count()}" if ranks.count() > 1 else ""
-    return Path(folder) / f"{settings.name}{own}.pt"
+    suffix = f".rank{ranks.rank()}of{ranks.count()}" if ranks.count() > 1 else ""
+    return Path(folder) / f"{settings.name}{suffix}.pt"
 
 
 def read_checkpoint(file: Path | None, key: str) -> dict[str, Any] | None:
-    """Return what a checkpoint of these settings holds, or None if there is none."""
+    """Return what a checkpoint of these settings holds, or None if there is none.
+
+    Raises:
+        CorruptFileError: it is damaged.
+    """
     if file is None or not file.is_file():
         return None
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CorruptFileError(
+            f"{file.resolve()} is damaged, or no checkpoint. Remove it, and the run begins anew"
+        ) from error
     return state if state["settings"] == key else None
 
 
@@ -151,10 +178,24 @@ def forward_precision(name: str, device: torch.device) -> contextlib.AbstractCon
 
     Its cache of cast weights is off, because a cast within a CUDA graph must be repeated.
     """
-    if name not in ("float32", "bfloat16"):
+    if name not in PRECISIONS:
         raise ValueError(f"precision must be 'float32' or 'bfloat16', got {name!r}")
     lower = name == "bfloat16" and device.type == "cuda"
     return torch.autocast(device.type, torch.bfloat16, enabled=lower, cache_enabled=False)
+
+
+def add_precision_option(parser: ArgumentParser) -> None:
+    """Add an option to a recipe's command that takes the place of its preset's precision."""
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="of forward passes on a GPU; default: the preset's"
+    )
+
+
+def with_precision(config: Any, args: Namespace) -> Any:
+    """Return a preset with the precision that was asked for, if one was."""
+    if args.precision is None:
+        return config
+    return dataclasses.replace(config, precision=args.precision)
 
 
 class GraphedPass:
@@ -242,7 +283,7 @@ class GraphedPass:
         return self.output
 
     def set_gradients(self) -> None:
-        """Make the tensors that all passes write to the parameters' gradients."""
+        """Set the gradients of the parameters to the tensors that all passes write."""
         for param, grad in zip(self.params, self.grads, strict=True):
             param.grad = grad
 

@@ -226,6 +226,94 @@ def test_default_does_not_wait_for_the_device(cls, foreach, clip, batches):
         torch.cuda.set_sync_debug_mode("default")
 
 
+# Square, on the short side with all of its memory apart and within, in blocks of tiles, for Hopper.
+LARGE = [(256, 256), (768, 256), (256, 640), (264, 1000), (1024, 1024), (1024, 2560)]
+
+
+def large(dtype=torch.float32):
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, device="cuda").to(dtype))
+        for shape in LARGE
+    ]
+
+
+def step_with_noise(opt, params, k):
+    generator = torch.Generator("cuda").manual_seed(k)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, device="cuda").to(p.dtype)
+    opt.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"row_beta": None, "clip": 1.0}, {"damping": 0.1}, {"blocks": 4}, {"batches": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+def test_large_matrices_do_not_wait(settings, dtype, tensors):
+    """Where the products are by halves and on the short side, as they are in a training."""
+    params = large(dtype)
+    more = {"lr": torch.tensor(1e-3, device="cuda"), "capturable": True} if tensors else {}
+    opt = MISA(params, **settings, **more)
+    for k in range(4):
+        step_with_noise(opt, params, k)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for k in range(4):
+            step_with_noise(opt, params, k)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.isfinite().all() for p in params)
+
+
+@pytest.mark.parametrize("row_beta", [None, 0.95])
+def test_large_matrices_equal_the_loop(row_beta):
+    """In float32 to 1e-5; products in float16 err no more than the loop's in float16."""
+    ends = {}
+    for fused in (False, True):
+        for dtype in (None, torch.float16):
+            params = large()
+            way = {"fused": True} if fused else {"fused": False, "foreach": False}
+            opt = MISA(params, lr=0.01, row_beta=row_beta, ns_dtype=dtype, **way)
+            for k in range(20):
+                step_with_noise(opt, params, k)
+            ends[fused, dtype] = torch.cat([p.detach().flatten() for p in params])
+    exact = ends[False, None]
+    errors = {way: float((end - exact).norm() / exact.norm()) for way, end in ends.items()}
+    assert errors[True, None] <= 1e-5
+    assert errors[True, torch.float16] <= 1.5 * errors[False, torch.float16] + 1e-5
+
+
+@pytest.mark.parametrize("settings", [{}, {"row_beta": None}, {"damping": 0.1}], ids=str)
+def test_large_matrices_in_a_cuda_graph(settings):
+    ends = []
+    for captured in (False, True):
+        params = large()
+        opt = MISA(params, capturable=True, **settings)
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        for _ in range(3):  # builds the table, compiles the kernels; zeros move nothing but decay
+            opt.step()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                opt.step()
+        for k in range(5):
+            generator = torch.Generator("cuda").manual_seed(k)
+            for p in params:
+                p.grad.copy_(torch.randn(p.shape, generator=generator, device="cuda"))
+            if captured:
+                graph.replay()
+            else:
+                opt.step()
+        ends.append(torch.cat([p.detach().flatten() for p in params]))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("foreach", [None, True], ids=["default", "foreach"])
 @pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
 def test_nonfinite_gradients_are_reported_later(cls, foreach):

@@ -1,12 +1,14 @@
 """The tables of the pages are those of the saved results."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from benchmarks import engines, first_round, uneven_parts
 from benchmarks.defaults import report as defaults
 from recipes.budgets.config import TRIALS
+from torchpisa.presets import PAPER_TABLE
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -22,6 +24,11 @@ def runs(*names: str) -> list[dict[str, Any]]:
 def saved(name: str) -> dict[str, Any]:
     path = ROOT / "docs" / "results" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def words(page: str) -> str:
+    """The text of a page, with a space for every break."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
 def test_uneven_parts() -> None:
@@ -89,17 +96,79 @@ def test_finetuning() -> None:
     assert f"validation loss {pretrained['val_loss'][-1]:.2f})" in page
 
 
+def test_stages() -> None:
+    """What pages say of the comparison of stages is about the tokens that chose nothing."""
+    runs = saved("language_stages")["runs"].values()
+    losses: dict[str, list[float]] = {}
+    for run in runs:
+        losses.setdefault(run["settings"]["label"], []).append(run.get("test"))
+    names = ("misa", "muon", "muon_rest_misa", "normuon", "misa_whiten", "misa_both_sides")
+    misa, muon, rest, normuon, whitened, both, soap = (
+        statistics.fmean(losses[f"{name}_decay"]) for name in (*names, "soap_muon")
+    )
+    files = ("README.md", "docs/language.md", "docs/misa.md", "docs/results.md")
+    readme, language, page, results = map(words, files)
+    ahead, of_rest, of_rows = f"{muon - misa:.3f}", f"{rest - misa:.3f}", f"{normuon - misa:.3f}"
+    assert f"MISA ends {ahead} below Muon, but only {of_rest} below a Muon that" in readme
+    assert f"MISA ends {ahead} below Muon and {of_rest} below Muon with MISA's rule" in language
+    assert f"MISA ends {ahead} below Muon, and {of_rest} below a Muon that" in page
+    assert f"{ahead} over Muon with AdamW, {of_rows} over NorMuon" in page
+    assert f"and {of_rest} over Muon with MISA's rule for the embedding" in page
+    assert f"it ends {soap - both:.3f} below SOAP-Muon" in page
+    gain, gain_of_both = f"{misa - whitened:.3f}", f"{misa - both:.3f}"
+    assert f"whitening ends {gain} lower than MISA" in page
+    assert f"both sides {gain_of_both} lower" in page
+    assert f"MISA {misa:.3f}, Muon {muon:.3f}, Muon with MISA's rule for the embedding" in results
+    assert f"embedding {rest:.3f}; whitened {whitened:.3f}, for" in results
+    assert f"Muon gains {muon - rest:.3f} when MISA's rule" in results
+    assert f"ends {of_rest} above MISA" in results
+    assert f"(NorMuon, one seed) gain {muon - normuon:.3f}" in results
+    assert f"gains {gain}** over MISA" in results
+    assert f"both eigenbases {gain_of_both} (one seed)" in results
+    first = {run["settings"]["label"]: run for run in runs if run["settings"]["seed"] == 0}
+    times = [
+        first[f"misa_{stage}_decay"]["optimizer_ms"] / first["misa_decay"]["optimizer_ms"]
+        for stage in ("whiten", "both_sides")
+    ]
+    assert [round(time) for time in times] == [7, 38]
+    assert "for seven and 38 times the optimizer's time" in page
+    assert sum(run["settings"]["label"] == "misa" for run in runs) == 1
+    decay = first["misa"]["last"] - first["misa_decay"]["last"]
+    assert f"ends {decay:.3f} lower than no decay (one seed)" in page
+
+
 def test_time_of_misas_kernels() -> None:
     """The pages on MISA and speed quote the comparison of stages."""
     ours, muon = (cells("language_stages", name) for name in ("MISA", "Muon"))
     (time, step), (muon_time, muon_step) = (row[5:7] for row in (ours, muon))
     for page in ("misa", "speed"):
-        text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+        text = words(f"docs/{page}.md")
         assert f"{time} ms of" in text
         assert f"{float(muon_time):.0f} of {muon_step}" in text or (
             f"{float(muon_time):.0f} ms of {muon_step}" in text
         )
         assert step in text
+
+
+def test_time_of_orthogonalisation() -> None:
+    """Pages that name the fastest other library name the one in the tables."""
+
+    def milliseconds(file: str, name: str) -> str:
+        rows = {row["name"]: row for row in saved(file)["rows"]}
+        return f"{rows[name]['ms']:.1f}"
+
+    misa = milliseconds("matrices_cuda_gpt2-124m", "torchpisa MISA, defaults")
+    nsisa = milliseconds("step_cuda_gpt2-124m", "torchpisa NSISA, defaults")
+    fastest = milliseconds("step_cuda_gpt2-124m", "pytorch_optimizer Muon")
+    where = "which is pytorch_optimizer Muon for gpt2-124m;"
+    assert where in (ROOT / "docs" / "results" / "step.md").read_text(encoding="utf-8")
+    speed = words("docs/speed.md")
+    assert f"NSISA {nsisa} ms and MISA {misa} ms" in speed
+    assert f"pytorch_optimizer's, takes {fastest} ms" in speed
+    assert f"pytorch_optimizer's: {fastest} ms for the matrices alone, MISA {misa}," in words(
+        "docs/misa.md"
+    )
+    assert f"takes {fastest} ms for the matrices alone, and MISA {misa};" in words("README.md")
 
 
 def last_rounds(name: str, algorithm: str, cell: str) -> str:
@@ -171,6 +240,96 @@ def test_animation() -> None:
         f"after {first['MISA']} rounds, SISA after {first['SISA']}, Scaffold after "
         f"{first['Scaffold']}, FedAvg after {first['FedAvg']}."
     ) in text
+
+
+def test_settings_of_the_paper() -> None:
+    """docs/paper.md has every row of the hyperparameter table as the presets have it."""
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    for name, row in PAPER_TABLE.items():
+        gamma = "WarmDown" if row.warm_down else "1"
+        if row.gamma is not None:
+            gamma = f"{row.gamma[0]:g} / {row.gamma[1]}"
+        numbers = [f"{row.sigma:g}", f"{row.rho:g}", gamma]
+        numbers += [f"{value:g}" for value in (row.mu, row.consensus_decay, row.epochs)]
+        numbers += [f"{value:g}" for value in (row.batches, row.rounds)]
+        numbers += [str(row.samples)]
+        shown = name.removeprefix("cifar10/")
+        assert f"| `paper/{shown}` | {' | '.join(numbers)} |\n" in page, name
+
+
+def page(name: str) -> str:
+    """The text of a page, in one line."""
+    return " ".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split())
+
+
+def means(name: str, column: str, *keys: str) -> dict[str, float]:
+    """The means over seeds of what saved runs end with, by their settings and optimizer."""
+    found: dict[str, list[float]] = {}
+    for run in saved(name)["runs"].values():
+        settings = run["settings"]
+        key = "_".join(str(settings[key]) for key in keys)
+        found.setdefault(f"{key}_{settings['choice']['label']}", []).append(run[column])
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def test_images() -> None:
+    """What docs/vision.md says of accuracies."""
+    text = page("vision")
+    short = {key: f"{value:.1f}" for key, value in means("vision", "last", "model").items()}
+    resnet, vgg = (
+        {key.removeprefix(f"{model}_"): value for key, value in short.items() if model in key}
+        for model in ("resnet34", "vgg11")
+    )
+    assert set(resnet) == {"misa", "sgd", "sisa"}
+    assert f"({resnet['misa']} %, SGD {resnet['sgd']}, SISA {resnet['sisa']}, one seed" in text
+    adams_rate = vgg.pop("misa_adam_rate")
+    assert f"({adams_rate} %, one seed; SGD comes next with {vgg['sgd']}, mean of three)" in text
+    assert max(vgg, key=vgg.__getitem__) == "sgd"
+    assert (
+        f"({vgg['sisa']} %) ends above Adam ({vgg['adam']}) and AdamW ({vgg['adamw']}), below "
+        f"AdaBelief ({vgg['adabelief']}) and SGD ({vgg['sgd']})"
+    ) in text
+    assert f"ends at {vgg['misa']} % in two seeds" in text
+    assert f"as Muon does ({vgg['muon']} at the end)" in text
+    sisa, sgd = means("vision_paper", "last", "model").values()
+    assert f"ends at {sisa:.1f} %, SGD at {sgd:.1f} %, one seed each" in text
+    best_sisa, best_sgd = means("vision_paper", "best", "model").values()
+    assert f"which is {best_sisa:.1f} and {best_sgd:.1f} % here" in text
+    results = saved("vision")
+    count, missing = len(results["runs"]), len(results["missing"])
+    assert f"Of the plan's {count + missing} runs {missing} are missing" in text
+
+
+def test_gans() -> None:
+    """What docs/gan.md says of distances."""
+    last = means("gan", "last", "kind")
+    lower = [round(100 * (1 - last[f"{k}_sisa"] / last[f"{k}_adam"])) for k in ("wgan_gp", "wgan")]
+    text = page("gan")
+    assert f"lower by {lower[0]} % (WGAN-GP, three seeds each) and {lower[1]} % (WGAN, two" in text
+    assert "MISA with Adam's rate and momentum has not been run" in text
+    assert not any(key.endswith("misa_adam_rate") for key in last)
+
+
+def test_lstms() -> None:
+    """What docs/rnn.md says of perplexities."""
+    test = {key: f"{value:.1f}" for key, value in means("rnn", "test", "layers").items()}
+    text = page("rnn")
+    assert (
+        f"SISA {test['1_sisa']}, below Adam ({test['1_adam']}) and AdaBelief "
+        f"({test['1_adabelief']})"
+    ) in text
+    assert f"MISA has {test['1_misa']};" in text
+    assert f"no momentum, has {test['1_sgd']};" in text
+    assert f"SISA {test['2_sisa']}, MISA {test['2_misa']}, Adam {test['2_adam']}." in text
+    assert f"MISA {test['3_misa']}, Adam {test['3_adam']}, SISA {test['3_sisa'][:3]}." in text
+    runs = saved("rnn")["runs"]
+    assert [value > 700 for value in runs["lstm3_sisa_e8_seed0"]["valid_perplexity"]] == [
+        *[True] * 5,
+        *[False] * 3,
+    ]
+    first = {key: run["valid_perplexity"] for key, run in runs.items() if key.startswith("lstm1_")}
+    best = [min(first, key=lambda key, at=at: first[key][at]) for at in range(20)]
+    assert best == ["lstm1_misa_e20_seed0"] * 12 + ["lstm1_sgd_e20_seed0"] * 8
 
 
 def test_resnet() -> None:

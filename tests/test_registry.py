@@ -1,12 +1,15 @@
 """Optimizers and presets by name."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from torch import nn
 
 import torchpisa
 from torchpisa.penalty import Every, WarmDown
-from torchpisa.presets import PAPER_TABLE, PRESETS
+from torchpisa.presets import PAPER_TABLE, PRESETS, PaperRow
 from torchpisa.registry import OPTIMIZERS
 
 
@@ -87,6 +90,71 @@ def test_the_row_of_resnet34():
     assert PRESETS["paper/resnet34"].arguments(rounds=10)["gamma"] == Every(0.8, 150)
     assert PRESETS["paper/rl/ant"].arguments(epochs=7)["gamma"] == WarmDown(7, 112)
     assert PRESETS["paper/gan/wgan"].arguments()["gamma"] == 1.0
+
+
+# Table 5 in the paper's LaTeX, its 19 rows of SISA, each after the name that it has here.
+TABLE_5 = r"""
+imagenet/resnet18:    ResNet-18& 0.005 & 2e3/3 & 1 & 0 & 0 & 303 &4&4&8e$4$
+imagenet/vit_b_16:    ViT-B-16& 0.005 & 2e4 & 1 & 0 & 0 & 380 &4&4&8e$4$
+imagenet/alexnet:     AlexNet& 0.050 & 2e4 & 1 & 0 & 0 & 380 &4&4&8e$4$
+imagenet/densenet121: DenseNet-121& 0.005 & 2e3/3 & 1 & 0 & 0 & 303 &4&4&8e$4$
+cifar10/resnet34:     ResNet-34& 0.10 & 5e3 & $\gamma_\ell(0.80,15)^*$ & 5e-5 & 0 & 200&4&390&32
+cifar10/vgg11:        VGG-11& 4.50 & 3e4 & $\gamma_\ell(0.90,10)$ & 2.5e-4 & 4e-4 & 200&4&390&32
+cifar10/densenet121:  DenseNet-121& 0.8 & 2e3 & $\gamma_\ell(0.25,50)$ & 5e-4 & 5e-5 & 200&4&390&64
+imagenet/resnet18_test: ResNet-18& 1.00 & 2e3 & 1 & 1e-2 & 5e-6 & 100 &4&5000&64
+finetune/gpt2_124m:   GPT(124M)& 0.01 & 2.5e4 & $\gamma_\ell^{\star}$ & 0 & 0 & 80 &4&4&$62$
+finetune/gpt2_335m:   GPT(335M)& 0.01 & 1e4 & $\gamma_\ell$ & 0 & 0 & 150 &4&4&62
+rl/ant:               Ant& 5.0 & 2e4 & $\gamma_\ell$ & 0 & 0 & 100 &4&112&64
+rl/humanoid:          Humanoid& 0.1 & 1e5 & $\gamma_\ell$ & 0 & 0 & 100 &4&112&64
+rl/half_cheetah:      Half-Cheetah& 0.5 & 2e2 & $\gamma_\ell$ & 0 & 0 & 100 &4&117&64
+rl/double_pendulum:   Pendulum& 0.5 & 2e2 & $\gamma_\ell$ & 0 & 0 & 100 &4&117&64
+gan/wgan:             WGAN& 1e-1 & 1e3 & 1 & 0 & 5e-5 & 100 &4&937&16
+gan/wgan_gp:          WGAN-GP& 5e-5 & 2e2 & 1 & 0 & 1e-4 & 100 &2&937&32
+rnn/1:                1 layer& 0.04 & 4e2 & 1 & 1.2e-6 & 0 & 200 &4&663&5
+rnn/2:                2 layer& 0.01 & 2e2/3 & 1 &  1.2e-6 & 0 & 200&4&663&5
+rnn/3:                3 layer& 0.01 & 2e2/3 & 1 &  1.2e-6 & 0 & 200&4&663&5
+"""
+
+
+def as_printed(line: str) -> PaperRow:
+    """Read a row of Table 5; beta, which the table does not have, stays at its default."""
+
+    def number(text: str) -> float:
+        top, _, bottom = text.replace("$", "").partition("/")
+        return float(top) / float(bottom or 1)
+
+    _, sigma, rho, gamma, mu, decay, *counts = line.split("&")
+    steps = re.search(r"\(([\d.]+),(\d+)\)", gamma)
+    return PaperRow(
+        *map(number, (sigma, rho)),
+        (float(steps[1]), int(steps[2])) if steps else None,
+        *map(number, (mu, decay)),
+        *(int(number(count)) for count in counts),
+        warm_down=steps is None and "gamma" in gamma,
+    )
+
+
+@pytest.mark.parametrize("line", TABLE_5.strip().splitlines())
+def test_rows_are_the_printed_ones(line: str) -> None:
+    name, _, printed = line.partition(":")
+    row = dataclasses.replace(PAPER_TABLE[name], beta=PaperRow.beta)
+    assert row == as_printed(printed)
+    settings = PRESETS[f"paper/{name.removeprefix('cifar10/')}"].settings
+    assert settings["sigma"] == row.sigma
+    assert settings["rho"] == row.rho
+    assert settings["weight_decay"] == row.mu
+    assert settings["consensus_decay"] == row.consensus_decay
+    assert settings["batches"] == row.batches
+
+
+def test_there_are_no_other_rows() -> None:
+    names = [line.partition(":")[0] for line in TABLE_5.strip().splitlines()]
+    assert sorted(names) == sorted(PAPER_TABLE)
+    # The scripts' commands give it for VGG-11 only; elsewhere theirs is 0.999.
+    assert {name for name, row in PAPER_TABLE.items() if row.beta != 0.999} == {"cifar10/vgg11"}
+    assert PAPER_TABLE["cifar10/vgg11"].beta == 0.995
+    gpt2 = PRESETS["paper/gpt2"].settings  # the row of NSISA, "8e1 & 1e2"
+    assert (gpt2["sigma"], gpt2["rho"]) == (80, 100)
 
 
 def test_the_paper_makes_no_difference_between_vectors_and_matrices():

@@ -24,7 +24,7 @@ class Problem:
     """A training that has not begun.
 
     Attributes:
-        modules: what is trained, each by an optimizer of its own.
+        modules: the modules to train, each with an optimizer of its own.
         step: does one step of training; calls what it is given once per loss.
         measure: the task's metric on "validation" or "test", less is better. Draws no random
             numbers that training draws.
@@ -45,8 +45,8 @@ class Task:
 
     Attributes:
         name: its name.
-        half: what it may be used for, choosing settings or judging them.
-        metric: what `Problem.measure` returns.
+        half: the use of the task, choosing settings or judging them.
+        metric: the meaning of `Problem.measure`.
         steps: steps of training.
         averaged: whether the mean of measurements over the training counts, not the last one.
             For trainings that go up and down, or are over as soon as they succeed.
@@ -98,13 +98,13 @@ def fit(
     """Return the problem of lowering a loss over random batches.
 
     Args:
-        seed: of the batches.
-        model: what to train.
+        seed: seed of the batches.
+        model: the model.
         splits: tensors of the same length, for "train", "validation" and "test".
         loss: loss of the model on a batch.
         trivial: see `Problem`.
         batch_size: samples per step.
-        augment: what happens to a batch before the model sees it; only in training.
+        augment: a transformation of batches, in training only.
         measure: the metric on a split; the loss by default.
         samples: see `Problem`; the first tensors of `splits` by default.
     """

@@ -79,11 +79,11 @@ class Standing:
     Attributes:
         tasks: tasks with runs of it and of everything it is compared with.
         runs: runs of it on these tasks.
-        diverged: how many of the runs diverged.
+        diverged: the number of runs that diverged.
         better: on how many tasks it was better than AdamW at 1e-3.
         near: on how many it was at most 5 % behind the best of AdamW's four rates, or ahead.
         ahead: on how many it was better than Muon + AdamW.
-        median: of its ratio to AdamW at 1e-3.
+        median: the median of its ratio to AdamW at 1e-3.
     """
 
     tasks: int

@@ -109,8 +109,8 @@ def train(key: Key, fraction: float = 1.0) -> Run:
     """Train once, and measure.
 
     Args:
-        key: what to train.
-        fraction: of the task's steps.
+        key: the run.
+        fraction: the fraction of the task's steps to take.
     """
     torch.set_num_threads(1)
     start, task = time.process_time(), TASKS[key.task]  # one thread: seconds of one core
@@ -222,11 +222,11 @@ def run(
     """Train, and append a line for each run; return how many were left undone.
 
     Args:
-        keys: what to train.
-        path: where lines go.
+        keys: the runs.
+        path: the file for the lines.
         jobs: processes.
         limit_seconds: after which no run begins.
-        fraction: of the steps.
+        fraction: the fraction of the steps to take.
     """
     work = partial(_train_or_explain, fraction=fraction)
     return pool.append_lines(work, keys, path, jobs, limit_seconds, _describe)

@@ -27,7 +27,7 @@ class MeasurementPlan(NamedTuple):
         steps: that are timed in one turn of a row, at least; after one that is not.
         repeats: turns of each row.
         sizes: bytes of all-reduces to time.
-        seed: of weights and data.
+        seed: seed of weights and data.
     """
 
     model: str
@@ -42,8 +42,8 @@ class Turn(NamedTuple):
 
     Attributes:
         ms: the slowest rank's time.
-        cpu_ms: what all ranks together computed.
-        wire_bytes: what they sent; None if that is not known.
+        cpu_ms: CPU time of all ranks together.
+        wire_bytes: the bytes that they sent; None if unknown.
     """
 
     ms: float

@@ -39,11 +39,11 @@ class Plan(NamedTuple):
     """The extent of a measurement.
 
     Attributes:
-        width: of the transformer.
-        layers: its layers.
+        width: the width of the transformer.
+        layers: the number of its layers.
         steps: that are timed in one turn of a row, after one that is not.
         repeats: turns of each row.
-        seed: of weights and gradients.
+        seed: seed of weights and gradients.
     """
 
     width: int
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     """A way to step.
 
     Attributes:
-        name: what the table calls it.
+        name: its name in the table.
         placement: "copies" (DDP), "shards" (FSDP2) or "grid" (HSDP, two replicas).
         once: whether each matrix has an owner among the processes that hold parts of it.
         replicas: whether replicas share the work.

@@ -94,11 +94,11 @@ def step_s(
         model: one of `shapes.MODELS`.
         nodes: number of ranks.
         network: the links.
-        item_bytes: of a number on the wire.
+        item_bytes: the bytes of a number on the wire.
         line: whether a line of numbers follows the buckets, one per parameter tensor and three
             more, as with `attach`.
         batches: backward passes of a rank per all-reduce; only the last one can hide it.
-        accelerator: what computes.
+        accelerator: the accelerator of each node.
     """
     forward, backward = compute_s(model, accelerator)
     sizes = [item_bytes * count for count in buckets(model)]

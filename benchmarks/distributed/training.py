@@ -50,7 +50,7 @@ class Row:
     """A way to train.
 
     Attributes:
-        name: what the tables call it.
+        name: its name in the tables.
         make: wraps a model and makes what steps it.
         period: steps after which the work repeats; their mean is what counts.
     """
@@ -118,13 +118,13 @@ def _attached(model: nn.Module, make: Callable[..., Made], **settings: Any) -> M
     _, (optimizer,) = make(model, **settings)
     parallel = DistributedDataParallel(model)
     attach(optimizer, parallel)
-    early = optimizer.step_some
+    early = optimizer.step_bucket
 
     def labelled(*args: Any) -> None:
         with record_function(LOCAL):
             early(*args)
 
-    optimizer.step_some = labelled
+    optimizer.step_bucket = labelled
     return parallel, [optimizer]
 
 

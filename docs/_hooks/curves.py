@@ -52,7 +52,9 @@ NAMES = {
     "normuon": "NorMuon",
     "normuon_lr3": "NorMuon, lr 3e-3",
     "nsisa": "NSISA",
+    "padam": "PAdam",
     "radam": "RAdam",
+    "rmsprop": "RMSProp",
     "scaffold": "Scaffold",
     "sgd": "SGD",
     "sisa": "SISA",
@@ -62,6 +64,7 @@ NAMES = {
     "sisa_row": "SISA, the paper's row",
     "sisa_row_scheme2": "SISA, the paper's row, Scheme II",
     "sisa_steps": "SISA, published steps",
+    "sisa_test": "SISA, row for testing",
     "soap": "SOAP",
     "soap_muon": "SOAP-Muon",
     "soap_muon_lr3": "SOAP-Muon, lr 3e-3",
@@ -95,6 +98,7 @@ class Column(NamedTuple):
     label: str
     scale: float = 1.0
     log: bool = False
+    percent: bool = False  # logarithmic in what is missing to 100
 
 
 @dataclass
@@ -130,6 +134,7 @@ class Panel:
     x: str
     y: str
     log: bool = False
+    percent: bool = False
     lines: dict[str, Line] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)  # less those that have a line
 
@@ -168,6 +173,7 @@ def figure(name: str, alt: str, picture: str) -> str:
             "x": panel.x,
             "y": panel.y,
             "log": panel.log,
+            "percent": panel.percent,
             "lines": [{"name": each, **line.mean()} for each, line in panel.lines.items()],
             "missing": sorted(panel.missing - set(panel.lines)),
         }
@@ -220,7 +226,7 @@ def _recipe(
         for key, runs in groups.items():
             for column in ys:
                 title = _name(key) + (f", {column.label}" if len(ys) > 1 else "")
-                at = panels[title] = Panel(x[1], column.label, column.log)
+                at = panels[title] = Panel(x[1], column.label, column.log, column.percent)
                 at.missing = set(map(_name, everyone))
                 for label, seeds in runs.items():
                     for run in seeds:
@@ -345,7 +351,7 @@ def _defaults(results: Run) -> Panels:
 _vision = _recipe(
     ("epoch", "epochs"),
     [
-        Column("test_accuracy", "test accuracy (%)", scale=100.0),
+        Column("test_accuracy", "test accuracy (%)", scale=100.0, percent=True),
         Column("loss", "training loss", log=True),
     ],
     lambda s: s["model"],

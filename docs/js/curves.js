@@ -1,5 +1,5 @@
 // Curves to choose from. docs/_hooks/curves.py puts their data into the page, as JSON in a script
-// element of every <figure class="curves">: [{title, x, y, log, lines, missing}, ...].
+// element of every <figure class="curves">: [{title, x, y, log, percent, lines, missing}, ...].
 (() => {
   // By what an optimizer is, so that it has one colour on all pages; the rest take those left over.
   const COLOURS = {
@@ -60,6 +60,9 @@
     return found.length > 1 ? found : linearTicks(low, high);
   };
 
+  const percentTicks = (low, high) => [20, 30, 40, 50, 60, 70, 80, 85, 90, 92, 94, 95, 96, 97, 98, 99]
+    .filter((tick) => tick >= low && tick <= high);
+
   const draw = (box, panel, hidden) => {
     const lines = style(panel.lines);
     const svg = make("svg", { role: "img" }, box);
@@ -79,14 +82,16 @@
       const x0 = least > x1 / 3 ? least : 0;
       const [y0, y1] = [Math.min(...ys), Math.max(...ys)];
       const log = panel.log && y0 > 0;
-      const along = log ? Math.log : (y) => y;
+      // Percentages widen towards 100, where the good ones differ.
+      const along = panel.percent ? (y) => -Math.log(100.1 - y) : log ? Math.log : (y) => y;
+      const ticks = panel.percent ? percentTicks : log ? logTicks : linearTicks;
       const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
       const share = (y) => (along(y) - along(y0)) / (along(y1) - along(y0) || 1);
       const py = (y) => ABOVE + (1 - share(y)) * (HEIGHT - ABOVE - BELOW);
       for (const x of linearTicks(x0, x1).filter((_, i, all) => WIDTH > 500 || all.length < 5 || i % 2 === 0)) {
         make("text", { x: px(x), y: HEIGHT - BELOW + 16, "text-anchor": "middle" }, svg, short(x));
       }
-      for (const y of y1 > y0 ? (log ? logTicks : linearTicks)(y0, y1) : [y0]) {
+      for (const y of y1 > y0 ? ticks(y0, y1) : [y0]) {
         make("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: py(y), y2: py(y), class: "curves-grid" }, svg);
         const text = Math.abs(y) >= 1e-4 || y === 0 ? y.toLocaleString("en") : y.toExponential(0);
         make("text", { x: LEFT - 6, y: py(y) + 4, "text-anchor": "end" }, svg, text);

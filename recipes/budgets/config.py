@@ -26,7 +26,7 @@ class Trial:
     """Settings of an algorithm.
 
     Attributes:
-        options: of its class in `torchpisa.federated`.
+        options: arguments of its class in `torchpisa.federated`.
         steps: local steps among which a client divides the samples of a round.
     """
 
@@ -78,8 +78,8 @@ class Config:
 
     Attributes:
         cells: data set and labels per client.
-        rounds: of every run.
-        samples_per_round: of a client, in a round.
+        rounds: the rounds of every run.
+        samples_per_round: the samples that a client uses in a round.
         every: rounds from one evaluation to the next.
         seeds: runs per cell and algorithm.
         seed: the first of them.

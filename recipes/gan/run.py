@@ -38,6 +38,7 @@ def run(
     *,
     device: str,
     data: str | None = None,
+    compile: bool = False,
     checkpoints: str | None = None,
     samples: str | None = None,
     inception: str | None = None,
@@ -49,11 +50,12 @@ def run(
         settings: of the run.
         device: where.
         data: the data folder.
+        compile: whether torch.compile compiles the networks.
         checkpoints: folder to save in and to resume from; None for neither.
         samples: folder for pictures of what the generator makes; None for none.
         inception: file of Inception's weights; its features take the place of the settings'.
     """
-    training = GanTraining(settings, torch.device(device), data, samples, inception)
+    training = GanTraining(settings, torch.device(device), data, samples, inception, compile)
     return run_training(training, checkpoints, config.save_every)
 
 
@@ -66,6 +68,8 @@ class GanTraining(Training):
         data: the data folder.
         samples: folder for pictures; None for none.
         inception: file of Inception's weights; None for the settings' features.
+        compile: whether to compile the networks, but a penalised critic, of whose gradients
+            torch.compile has no derivative.
     """
 
     saved = ("generator", "critic", "generator_optimizer", "critic_optimizer")
@@ -77,6 +81,7 @@ class GanTraining(Training):
         data: str | None,
         samples: str | None = None,
         inception: str | None = None,
+        compile: bool = False,
     ) -> None:
         super().__init__(settings, device, settings.epochs)
         self.samples = samples
@@ -92,6 +97,10 @@ class GanTraining(Training):
             *(settings.pixels, settings.width, not self.penalised, 2 * settings.seed + 1)
         )
         self.generator, self.critic = generator.to(device), critic.to(device)
+        if compile:
+            self.generator.compile()
+            if not self.penalised:
+                self.critic.compile()
         choice, rounds = settings.choice, self.rounds
         self.critic_optimizer = optimizers.build(choice, self.critic, rounds)
         self.generator_optimizer = optimizers.build(
@@ -260,10 +269,11 @@ def require_data(
     **options: Any,
 ) -> None:
     """Raise FileNotFoundError if images or weights are missing, CorruptFileError if damaged."""
-    if any(not run.fallback for run in settings):
-        datasets.verify("cifar10", data)
-    if inception is not None and not Path(inception).is_file():
-        raise FileNotFoundError(f"--inception must be a file of weights, got {inception}")
+    for fallback in {run.fallback for run in settings}:
+        if not (fallback and datasets.is_missing("cifar10", data)):
+            datasets.verify("cifar10", data)
+    if inception is not None:
+        features.verify_inception(Path(inception))
 
 
 def missing_requirement(settings: Settings) -> str | None:

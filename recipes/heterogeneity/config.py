@@ -53,9 +53,9 @@ class Choice:
     """The settings of an algorithm for a data set.
 
     Attributes:
-        options: of its class in `torchpisa.federated`.
+        options: arguments of its class in `torchpisa.federated`.
         epochs: local passes per round in mini-batches; 0 is one gradient of all local data.
-        batch_size: of the mini-batches.
+        batch_size: the size of mini-batches.
         rounds: None for the preset's.
     """
 
@@ -146,7 +146,7 @@ class Config:
 
     Attributes:
         cells: data set and labels per client.
-        rounds: of every algorithm, where its `Choice` has none of its own.
+        rounds: the rounds of algorithms whose `Choice` has none of its own.
         every: rounds from one evaluation to the next.
         seeds: runs per cell and algorithm; they differ in partition, first weights and shuffles.
         seed: the first of them.

@@ -43,7 +43,7 @@ def lenet(channels: int, size: int, classes: int = 10) -> nn.Sequential:
     """Build a LeNet-like network: 6 and 16 filters of 5x5 without padding, then 120 and 84 units.
 
     Args:
-        channels: of the images.
+        channels: the channels of the images.
         size: their height and width, 28 or 32.
         classes: outputs.
     """

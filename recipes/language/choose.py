@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.language.config import BASES, CHANGES, CHOSEN, label
+from recipes.language.config import BASES, CHANGES, CHOSEN, label, label_prefix
 from recipes.language.optimizers import TITLES
 from recipes.recipe import Results
 from recipes.tables import markdown, provenance
@@ -42,7 +42,10 @@ def choose(results: Results) -> dict[str, dict[str, Any]]:
 
 def loss_of(results: Results, trial: str) -> float | None:
     """Return the loss that a trial ended with, infinite if it diverged, None if it was not run."""
-    run = results["runs"].get(label(trial, 1, results["config"]["seed"]))
+    config = results["config"]
+    model = config["trials"][0]["model"]  # where it is not the preset's
+    prefix = "" if model is None else label_prefix(model)
+    run = results["runs"].get(label(prefix + trial, 1, config["seed"]))
     if run is None:
         return None
     return float("inf") if run["last"] is None else run["last"]
@@ -51,8 +54,9 @@ def loss_of(results: Results, trial: str) -> float | None:
 def report(results: Results) -> str:
     """Return the losses of all trials as a table."""
     lines = []
+    changes = [c for c in CHANGES if any(loss_of(results, f"{name}_{c}") for name in BASES)]
     for name in BASES:
-        losses = {change: loss_of(results, f"{name}_{change}") for change in CHANGES}
+        losses = {change: loss_of(results, f"{name}_{change}") for change in changes}
         known = [loss for loss in losses.values() if loss is not None]
         cells = [
             "-" if loss is None else f"**{loss:.3f}**" if loss == min(known) else f"{loss:.3f}"
@@ -66,7 +70,7 @@ def report(results: Results) -> str:
         "tokens to choose on. Every optimizer has a base and one change each, which "
         "`recipes/language/config.py` has under `CHANGES`; what ends lowest, in bold, goes on."
     )
-    table = markdown(["", *(change.replace("_", "-") for change in CHANGES)], lines)
+    table = markdown(["", *(change.replace("_", "-") for change in changes)], lines)
     return f"{text}\n\n{table}\n\n{provenance(results)}\n"
 
 

@@ -15,7 +15,7 @@ from recipes.language.tokens import SOURCES
 from recipes.recipe import shared_settings
 
 __all__ = ["BASES", "CHANGES", "CHOSEN", "PRESETS", "Config", "Settings", "Trial", "add_arguments"]
-__all__ += ["configure", "finalist", "label", "plan"]
+__all__ += ["configure", "finalist", "label", "label_prefix", "plan"]
 
 CHOSEN = Path(__file__).with_name("chosen.json")
 """The changes that `python -m recipes language choose` chose from the trials, by optimizer."""
@@ -178,10 +178,10 @@ STAGES = tuple(replace((ONCE | DECAYED)[name], label=name, seed=seed) for name, 
 
 # 124M parameters with every optimizer. Trials of 80 steps of 32 sequences first, then 320 steps of
 # 64 with what was best.
-# All optimizers have as many trials: a base, and one change each of weight decay, momentum,
-# warm-down and learning rate. Learning rates of the bases are the best of the pilot, for those that
-# were in it; Shampoo and Adam-mini begin with AdamW's. SISA has no sigma and rho: its learning rate
-# then means what AdamW's does.
+# All optimizers have as many trials: a base, one change each of weight decay, momentum and
+# warm-down, and two of the learning rate. Rates of the bases are the best of the pilot, for those
+# that were in it; Shampoo and Adam-mini begin with AdamW's. SISA has no sigma and rho: its learning
+# rate then means what AdamW's does.
 NANO_STEPS, TRIAL_STEPS = 320, 80
 WARM_UP = 1 / 8  # of the steps, for those that need it
 ADAM_LIKE = {"lr": 1.2e-3, "betas": (0.9, 0.95)}
@@ -211,6 +211,10 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "rate": {name: {"lr": 6e-4} for name in BASES}
     | {"misa": {"lr": 4e-3}, "muon": {"lr": 0.03}, "nsisa": {"sigma": 55.0}}
     | {"soap": {"lr": 2e-3}},
+    # Beyond the better one of these two.
+    "other_rate": {name: {"lr": 3e-4} for name in BASES}
+    | {"misa": {"lr": 5e-3}, "muon": {"lr": 0.014}, "nsisa": {"sigma": 110.0}}
+    | {"soap": {"lr": 5e-4}, "sisa": {"lr": 2.4e-3}},
 }
 
 
@@ -227,9 +231,10 @@ def with_changes(name: str, steps: int, *changes: str, **shown: Any) -> Trial:
 def finalist(name: str, batches: int = 1, seed: int = 0) -> Trial:
     """Return an optimizer with the changes that were chosen for it."""
     chosen = json.loads(CHOSEN.read_text(encoding="utf-8"))
-    changes = chosen.get(name, {}).get("changes", [])
-    shown = {"label": name, "batches": batches, "seed": seed, "tried": len(CHANGES)}
-    return with_changes(name, NANO_STEPS, *changes, **shown)
+    entry = chosen.get(name, {"changes": [], "losses": {}})
+    tried = max(1, len(entry["losses"]))
+    shown = {"label": name, "batches": batches, "seed": seed, "tried": tried}
+    return with_changes(name, NANO_STEPS, *entry["changes"], **shown)
 
 
 TRIALS = tuple(
@@ -262,13 +267,18 @@ def scaled(rate: float, model: str, power: float) -> float:
     return float(f"{rate * (SIZES['gpt2'].width / SIZES[model].width) ** power:.2g}")
 
 
+def label_prefix(model: str) -> str:
+    """Return what the labels of runs begin with that are not of the preset's own model."""
+    return model.replace("/", "-") + "_"
+
+
 def larger(model: str, name: str, rate: float, power: float, change: str = "") -> Trial:
     """Return an optimizer's base for a larger model, with a rate of 124M."""
     option = "sigma" if name == "nsisa" else "lr"
     settings = {**BASES[name], option: scaled(rate, model, power)}
     if name in WARMED_UP:
         settings["warm_up"] = round(WARM_UP * TRIAL_STEPS)
-    label = f"{model}_{name}" + (f"_{change}" if change else "")
+    label = label_prefix(model) + name + (f"_{change}" if change else "")
     return trial(name, label=label, model=model, seed=0, **settings)
 
 
@@ -371,14 +381,36 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def configure(config: Config, args: Namespace) -> Config:
     """Return a configuration with the model, the tokens and the length that were asked for."""
+    if args.tokens is not None:
+        config = replace(config, tokens=args.tokens)
     if args.model is not None:
-        trials = tuple(replace(trial, model=None) for trial in config.trials)
-        config = replace(config, model=args.model, trials=trials)
+        config = with_model(config, args.model)
+    elif config.model == "tiny" and config.tokens != "python":  # which alone are bytes
+        config = with_model(config, "gpt2-tiny")
     if args.steps is not None:
         if args.steps < 1:
             raise ValueError(f"--steps must be >= 1, got {args.steps}")
         config = replace(config, steps=args.steps)
-    return config if args.tokens is None else replace(config, tokens=args.tokens)
+    return config
+
+
+def with_model(config: Config, model: str) -> Config:
+    """Return a configuration for another model, or for one of those of its trials."""
+    of_trials = dict.fromkeys(trial.model for trial in config.trials if trial.model is not None)
+    if of_trials:
+        if model not in of_trials:
+            raise ValueError(
+                f"--model must be {' or '.join(of_trials)} with this preset, got {model}"
+            )
+        trials = tuple(trial for trial in config.trials if trial.model == model)
+        return replace(config, model=model, trials=trials)
+    if model == config.model:
+        return config
+    prefix = label_prefix(model)
+    trials = tuple(
+        replace(trial, model=model, label=prefix + trial.label) for trial in config.trials
+    )
+    return replace(config, model=model, trials=trials)
 
 
 def plan(config: Config) -> dict[str, Settings]:

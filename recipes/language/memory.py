@@ -239,7 +239,9 @@ def full_size(
     if one is None or two is None:
         return None
     more = SIZES[model].layers - FEW_LAYERS[1]
-    names = ("pass_bytes", "step_bytes", "state_bytes")
+    names = ["state_bytes"]
+    if two["pass_bytes"] is not None:
+        names += ["pass_bytes", "step_bytes"]
     return {**two, **{name: two[name] + more * (two[name] - one[name]) for name in names}}
 
 
@@ -249,20 +251,27 @@ def peak(cell: Mapping[str, Any]) -> int:
 
 
 def rows_of(results: Results) -> Iterator[tuple[str, str, int, dict[str, Any]]]:
-    """Yield model, optimizer, batches and cell, in the order of the table."""
+    """Yield model, optimizer, batches and cell, in the order of the table.
+
+    Measured on a CPU, a cell has bytes of state and no peaks.
+    """
     cells = results["cells"]
     for model in dict.fromkeys(cell["model"] for cell in cells):
         for batches in (1, 4):
             for name in CHOICES:
                 cell = full_size(cells, model, name, batches)
-                if cell is not None and cell["pass_bytes"] is not None:
+                if cell is not None:
                     yield model, name, batches, cell
 
 
 def check(results: Results) -> list[Check]:
     """Check that ours need no more memory than what they replace."""
     checks = []
-    table = {(model, name): cell for model, name, m, cell in rows_of(results) if m == 1}
+    table = {
+        (model, name): cell
+        for model, name, m, cell in rows_of(results)
+        if m == 1 and cell["pass_bytes"] is not None
+    }
     for model in dict.fromkeys(model for model, _ in table):
         for ours, theirs in (("nsisa", "adamw"), ("misa", "muon")):
             if (model, ours) in table and (model, theirs) in table:
@@ -293,7 +302,7 @@ def largest_batch(
     micro, _ = BATCHES.get(model, (4, 1))
     a = find(cells, **wanted, recompute=recompute, micro=micro)
     b = find(cells, **wanted, recompute=recompute, micro=2 * micro)
-    if cell is None or adamw is None or a is None:
+    if cell is None or adamw is None or a is None or cell["pass_bytes"] is None:
         return None
     beside = 8 * a["parameters"] + a["state_bytes"]
     more = a["pass_bytes"] - beside if b is None else b["pass_bytes"] - a["pass_bytes"]
@@ -310,15 +319,17 @@ def report(results: Results) -> str:
     for model, name, batches, cell in rows_of(results):
         adamw = full_size(results["cells"], model, "adamw")
         paper = PAPER[model].get(name) if model in PAPER and batches == 1 else None
-        difference = f"{(peak(cell) - peak(adamw)) / MIB:+,.0f}" if adamw else "-"
+        peaks, difference = ["-", "-", "-"], "-"
+        if cell["pass_bytes"] is not None:
+            peaks = [f"{cell[part] / MIB:,.0f}" for part in ("pass_bytes", "step_bytes")]
+            peaks.append(f"**{peak(cell) / MIB:,.0f}**" + (" †" if cell["layers"] else ""))
+            difference = f"{(peak(cell) - peak(adamw)) / MIB:+,.0f}" if adamw else "-"
         theirs = f"{paper - PAPER[model]['adamw']:+,d}" if paper else "-"
         expected = formula(name, SIZES[model], batches)
         lines.append(
             [
                 *(TITLES.get(model, model), optimizers.TITLES[name], batches),
-                *(f"{expected / MIB:,.0f}", f"{cell['state_bytes'] / MIB:,.0f}"),
-                *(f"{cell['pass_bytes'] / MIB:,.0f}", f"{cell['step_bytes'] / MIB:,.0f}"),
-                f"**{peak(cell) / MIB:,.0f}**" + (" †" if cell["layers"] else ""),
+                *(f"{expected / MIB:,.0f}", f"{cell['state_bytes'] / MIB:,.0f}", *peaks),
                 *(difference, f"{paper:,d}" if paper else "-", theirs),
             ]
         )

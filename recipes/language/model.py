@@ -2,6 +2,7 @@
 
 The names of the sizes are those of Hugging Face: `gpt2` (124M parameters, the paper's Nano),
 `gpt2-medium` (355M) and `gpt2-xl` (1.5B); `transformers/gpt2` is the plain GPT-2 of that size.
+Two are ours, with two layers and for a CPU: `tiny` reads bytes, `gpt2-tiny` GPT-2's tokens.
 
 The model of the speed runs has pre-norm blocks, an embedding that is the output layer too, and no
 dropout. What is not GPT-2's: rotary positions (Su et al., 2021), RMSNorm without weights, for
@@ -60,6 +61,7 @@ class Sizes:
 
 SIZES = {
     "tiny": Sizes(layers=2, heads=4, width=64, context=64, vocabulary=256),
+    "gpt2-tiny": Sizes(layers=2, heads=4, width=64, context=64),
     "gpt2": Sizes(layers=12, heads=12, width=768),
     "gpt2-medium": Sizes(layers=24, heads=16, width=1024),
     "gpt2-xl": Sizes(layers=48, heads=25, width=1600),

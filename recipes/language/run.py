@@ -287,9 +287,15 @@ def micro_batch(sizes: Sizes, sequences: int, device: torch.device) -> int:
 
 
 def require_data(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
-    """Raise FileNotFoundError if tokens are missing."""
-    for name in dict.fromkeys(run.tokens for run in settings):
-        tokens.locate(name, data)
+    """Raise FileNotFoundError if tokens are missing, CorruptFileError if they do not suit."""
+    for run in settings:
+        tokens.locate(run.tokens, data)
+    for name, model, sequences, validation in dict.fromkeys(
+        (run.tokens, run.model, run.sequences, run.validation) for run in settings
+    ):
+        sizes = sizes_of(model)
+        shape = {"context": sizes.context, "vocabulary": sizes.vocabulary}
+        tokens.verify(name, data, sequences=sequences, validation=validation, **shape)
 
 
 def missing_requirement(settings: Settings) -> str | None:

@@ -5,10 +5,11 @@ runs that it compares.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from recipes.language.config import label_prefix
 from recipes.language.model import TITLES as SIZE_TITLES
 from recipes.language.optimizers import TITLES
 from recipes.language.results import describe
@@ -33,7 +34,7 @@ def groups_of(results: Results) -> dict[str, dict[tuple[str, int], Runs]]:
     for run in results["runs"].values():
         settings = run["settings"]
         model = settings["model"]
-        key = settings["label"].removeprefix(f"{model}_"), settings["batches"]
+        key = settings["label"].removeprefix(label_prefix(model)), settings["batches"]
         groups.setdefault(model, {}).setdefault(key, []).append(run)
     return groups
 
@@ -52,6 +53,11 @@ def show(runs: Runs) -> str:
     if len(losses) == 1:
         return f"{losses[0]:.3f}"
     return f"{tested(runs):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+
+
+def fastest(runs: Runs) -> dict[str, Any]:
+    """Return the seed with the shortest steps: what else a machine does can only add to them."""
+    return min(runs, key=lambda run: run["step_ms"])
 
 
 def title(label: str, batches: int, run: dict[str, Any]) -> str:
@@ -122,7 +128,7 @@ def report(results: Results) -> str:
     for model, groups in groups_of(results).items():
         muon = chosen(groups).get("muon")
         for (label, batches), runs in sorted(groups.items(), key=lambda item: tested(item[1])):
-            run = runs[0]
+            run = fastest(runs)
             peak = run["peak_bytes"]
             behind = "-" if muon is None else f"{tested(runs) - tested(muon):+.3f}"
             lines.append(
@@ -142,9 +148,9 @@ def report(results: Results) -> str:
     text = (
         f"Loss of the last weights after {config['steps']} steps of {config['sequences']} "
         f"sequences ({some['tokens'][-1] / 1e6:,.1f}M tokens, {config['tokens']}), on validation "
-        "tokens that no setting was chosen on: the mean over the seeds and, with two, both. With "
+        "tokens other than those to choose on: the mean over the seeds and, with two, both. With "
         "m = 4 a step has the data of m = 1 in four batches; AdamW, Muon and the others average "
-        "over them. "
+        "over them. Times are those of the fastest seed. "
         f"Peak memory is that of the whole training, in passes of {config['micro']} sequences."
     )
     parts = [text, markdown(heads, lines)]
@@ -162,11 +168,7 @@ def draw(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     models = groups_of(results)
-    axes_of: tuple[tuple[str, Callable[[dict[str, Any], int], float]], ...] = (
-        ("million tokens", lambda run, i: run["tokens"][i] / 1e6),
-        # Without compiling, which only the first run of a process does.
-        ("seconds of training", lambda run, i: run["step"][i] * run["step_ms"] / 1000),
-    )
+    words = ("million tokens", "seconds of training")
     with figure_style("language"):
         figure = Figure((7.0, 0.7 + 2.8 * len(models)), layout="constrained")
         grid = figure.subplots(len(models), 2, squeeze=False)
@@ -174,23 +176,26 @@ def draw(results: Results, path: Path) -> None:
         for row, (model, groups) in zip(grid, models.items(), strict=True):
             lasts: dict[str, float] = {}
             for (label, batches), runs in groups.items():
-                run = runs[0]
+                run, step_ms = runs[0], fastest(runs)["step_ms"]
                 name = list(TITLES).index(run["settings"]["choice"]["name"])
                 style = {"color": COLOURS[name % len(COLOURS)], "lw": 1.2}
                 style["ls"] = "-" if batches == 1 and label not in GIVEN else DASHES
                 style["marker"] = "" if name < len(COLOURS) else "."
                 points = [i for i, loss in enumerate(run["val_loss"]) if loss is not None]
                 losses = [run["val_loss"][i] for i in points]
-                for axes, (_, x) in zip(row, axes_of, strict=True):
-                    (line,) = axes.plot([x(run, i) for i in points], losses, **style)
+                # Times are without compiling, which only the first run of a process does.
+                tokens = [run["tokens"][i] / 1e6 for i in points]
+                seconds = [run["step"][i] * step_ms / 1000 for i in points]
+                for axes, x in zip(row, (tokens, seconds), strict=True):
+                    (line,) = axes.plot(x, losses, **style)
                 handles.setdefault(title(label, batches, run), line)
                 lasts[label] = losses[-1]
-            for axes, (words, _) in zip(row, axes_of, strict=True):
+            for axes, label_of_x in zip(row, words, strict=True):
                 # Far above AdamW's curve there is nothing to tell the others apart by.
                 best = min(lasts.values())
                 top = max(best, *(end for name, end in lasts.items() if "adamw" in name))
                 axes.set_ylim(best - 0.05, max(top + 0.1, best + 1))
-                axes.set_xlabel(words)
+                axes.set_xlabel(label_of_x)
                 axes.grid(color=INK, alpha=0.2, lw=0.6)
                 axes.spines[["top", "right"]].set_visible(False)
             row[0].set_ylabel("validation loss, nats")

@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from recipes.datasets import data_folder
+from recipes.datasets import CorruptFileError, data_folder
 
 __all__ = ["SOURCES", "Batches", "Source", "Stream", "held_out", "load", "locate"]
-__all__ += ["Tokens", "read_shard", "windows", "write_shard"]
+__all__ += ["Tokens", "read_shard", "verify", "windows", "write_shard"]
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 Windows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -39,6 +40,7 @@ HEADER = 256  # int32: magic number, version, number of tokens, zeros
 MAGIC = 20240520
 VERSION = 1
 SUFFIXES = (".bin", ".bin.xz")
+REMEDY = "Copy the file again, or write it again with `python -m recipes language prepare`"
 
 
 # Files
@@ -49,27 +51,27 @@ def read_shard(path: Path) -> Tokens:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is empty, cut off, or not a file of tokens.
+        CorruptFileError: it is empty, cut off, or not a file of tokens.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of tokens {path}")
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"a file of tokens must end in {' or '.join(SUFFIXES)}, got {path}")
+    try:
+        return without_header(read_bytes(path))
+    except ValueError as error:
+        raise CorruptFileError(f"{path.resolve()} is damaged: {error}. {REMEDY}") from None
+
+
+def read_bytes(path: Path) -> Bytes:
     if path.name.endswith(".xz"):
         try:
-            data = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
+            return np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
         except lzma.LZMAError as error:
-            raise ValueError(f"{path} is not an xz file, or cut off: {error}") from None
-    else:
-        data = np.zeros(0, np.uint8)
-        if path.stat().st_size:  # an empty file cannot be mapped
-            data = np.memmap(path, np.uint8, "r")
-    if len(data) % 2:
-        raise ValueError(f"{path} must be whole tokens of 2 bytes, got {len(data)} bytes")
-    tokens = without_header(path, data)
-    if not len(tokens):
-        raise ValueError(f"{path} has no tokens")
-    return tokens
+            raise ValueError(f"it is not an xz file, or cut off: {error}") from None
+    if path.stat().st_size:
+        return np.memmap(path, np.uint8, "r")
+    return np.zeros(0, np.uint8)  # an empty file cannot be mapped
 
 
 def write_shard(path: Path, tokens: Tokens) -> None:
@@ -81,18 +83,23 @@ def write_shard(path: Path, tokens: Tokens) -> None:
         file.write(tokens.astype("<u2").tobytes())
 
 
-def without_header(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> Tokens:
+def without_header(data: Bytes) -> Tokens:
     size = 4 * HEADER
+    if len(data) % 2:
+        raise ValueError(f"it must be whole tokens of 2 bytes, got {len(data)} bytes")
     if len(data) < 4 or int(data[:4].view("<i4")[0]) != MAGIC:
-        return data.view("<u2")
-    if len(data) < size:
-        raise ValueError(f"{path} is cut off in its header: {len(data)} of {size} bytes")
-    version, count = map(int, data[4:12].view("<i4"))
-    if version != VERSION:
-        raise ValueError(f"{path} must have version {VERSION} in its header, got {version}")
-    tokens = data[size:].view("<u2")
-    if len(tokens) != count:
-        raise ValueError(f"{path} has {len(tokens)} tokens, but its header says {count}")
+        tokens: Tokens = data.view("<u2")
+    elif len(data) < size:
+        raise ValueError(f"it is cut off in its header: {len(data)} of {size} bytes")
+    else:
+        version, count = map(int, data[4:12].view("<i4"))
+        if version != VERSION:
+            raise ValueError(f"it must have version {VERSION} in its header, got {version}")
+        tokens = data[size:].view("<u2")
+        if len(tokens) != count:
+            raise ValueError(f"it has {len(tokens)} tokens, but its header says {count}")
+    if not len(tokens):
+        raise ValueError("it has no tokens")
     return tokens
 
 
@@ -155,6 +162,46 @@ def locate(name: str, folder: str | os.PathLike[str] | None = None) -> tuple[lis
             )
         files.append([shards[key] for key in sorted(shards)])
     return tuple(files)
+
+
+def verify(
+    name: str,
+    folder: str | None,
+    *,
+    sequences: int,
+    validation: int,
+    context: int,
+    vocabulary: int,
+) -> None:
+    """Check that a source has tokens enough for a run, and of its model's vocabulary.
+
+    Args:
+        name: one of `SOURCES`.
+        folder: the data folder.
+        sequences: of a step, all batches together.
+        validation: sequences to validate on.
+        context: their length.
+        vocabulary: what tokens must be below; checked for so many from the beginning.
+
+    Raises:
+        FileNotFoundError: files are missing.
+        CorruptFileError: a file is damaged, or the tokens do not suit the run.
+    """
+    where = f"the tokens {name!r} in {data_folder(folder).resolve()}"
+    kinds = (("train on", sequences), ("validate on", validation))
+    for stream, (kind, count) in zip(load(name, folder), kinds, strict=True):
+        needed = count * context + 1
+        if len(stream) < needed:
+            raise CorruptFileError(
+                f"{where} must be at least {needed:,} to {kind}, {count} sequences of {context}; "
+                f"got {len(stream):,}. Prepare more text; --model gpt2-tiny needs the least"
+            )
+        largest = int(stream.read(0, needed).max())
+        if largest >= vocabulary:
+            raise CorruptFileError(
+                f"{where} must be below {vocabulary}, the model's vocabulary, got {largest}. "
+                "Choose another --model, or other --tokens"
+            )
 
 
 @cache  # one process does many runs

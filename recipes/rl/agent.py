@@ -38,7 +38,7 @@ class Agent:
     """An agent in training.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
     """
 
     def __init__(self, settings: Settings) -> None:

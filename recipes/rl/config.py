@@ -50,7 +50,7 @@ class Algorithm:
         repeat: passes over these in an update.
         minibatch: samples in a gradient; None for all that were collected.
         lr: Adam's, at the beginning; it goes down to zero linearly in 100 epochs.
-        options: of Tianshou's class.
+        options: arguments of Tianshou's class.
     """
 
     environments: int
@@ -89,7 +89,7 @@ class Config:
         tasks: some of `TASKS`.
         algorithm: one of `ALGORITHMS`, or None for the one that the paper trains on a task.
         optimizers: some of `OPTIMIZERS` and `EXTRA`.
-        epochs: how far a run goes; None for what `TASKS` says.
+        epochs: the epochs of a run; None for those in `TASKS`.
         horizon: epochs in which learning rates go down to zero, the paper's E.
         epoch_steps: environment steps between two evaluations.
         episodes: in an evaluation.
@@ -136,11 +136,11 @@ class Settings:
         task: one of `TASKS`.
         environment: its id in gymnasium.
         algorithm: one of `ALGORITHMS`.
-        algorithm_options: of Tianshou's class.
-        choice: of the optimizer.
+        algorithm_options: arguments of Tianshou's class.
+        choice: the optimizer.
         environments: see `Algorithm`; likewise `collect`, `repeat` and `minibatch`.
         epochs: see `Config`; likewise `horizon`, `epoch_steps` and `episodes`.
-        seed: of the first weights, the environments and the order of the samples.
+        seed: seed of the first weights, the environments and the order of the samples.
     """
 
     task: str

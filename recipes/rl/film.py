@@ -65,7 +65,7 @@ def play(agent: Any, environment: Any, every: int, seed: int) -> tuple[list[Any]
         agent: from `load_agent`.
         environment: from `make_filmable`.
         every: steps from one frame to the next.
-        seed: of the episode.
+        seed: seed of the episode.
 
     Returns:
         the frames, as arrays, and the reward of the episode.
@@ -87,7 +87,7 @@ def write_picture(frames: Sequence[Any], path: Path, count: int, pause: float) -
 
     Args:
         frames: as `play` returned them.
-        path: of the picture.
+        path: the file of the picture.
         count: frames of a strip, evenly spread over the episode.
         pause: seconds between frames of an animation.
     """

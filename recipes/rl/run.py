@@ -26,7 +26,7 @@ def run(config: Config, settings: Settings, *, checkpoints: Path | None = None) 
 
     Args:
         config: not used; everything is in the settings.
-        settings: of the run.
+        settings: the settings of the run.
         checkpoints: folder to save in and to resume from; None for neither. The file of a finished
             run stays: `recipes.rl.film` plays it, and a preset with more epochs goes on from it.
     """
@@ -50,7 +50,7 @@ class AgentTraining:
     """An agent in training, with its log.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
     """
 
     def __init__(self, settings: Settings) -> None:

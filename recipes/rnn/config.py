@@ -108,6 +108,8 @@ class Config:
         clip: largest norm of a gradient.
         limit: training words; 0 for all.
         fallback: whether Python's documentation takes the place of a corpus that is not there.
+        train_recurrent: whether the recurrent matrices are trained. In the published code they stay
+            as they were drawn, see the README.
         save_every: epochs between checkpoints, where they are asked for.
         seed: the first; it gives weights, windows and dropout.
     """
@@ -119,6 +121,7 @@ class Config:
     clip: float = 0.25
     limit: int = 0
     fallback: bool = False
+    train_recurrent: bool = True
     save_every: int = 10
     seed: int = 0
 
@@ -126,6 +129,11 @@ class Config:
 COSINE = Schedule("cosine")
 AT_100_145 = Schedule("steps", ((100, 0.1), (145, 0.1)))  # of the AdaBelief experiments
 SHORT = ("sisa", "misa", "adam", "adabelief", "sgd")
+SHORT_TASKS = (
+    Task(1, SHORT, 20, schedule=COSINE),
+    Task(2, SHORT[:3], 8, schedule=COSINE),
+    Task(3, SHORT[:3], 8, schedule=COSINE),
+)
 ALL = ("sisa", "sisa_defaults", "misa", "nsisa", *BASELINES)
 
 PRESETS = {
@@ -137,17 +145,13 @@ PRESETS = {
         **{"sizes": Sizes(48, 64), "count": 10, "bptt": 24, "limit": 20_000, "fallback": True},
         save_every=1,
     ),
-    "short": Config(
-        (
-            Task(1, SHORT, 20, schedule=COSINE),
-            Task(2, SHORT[:3], 8, schedule=COSINE),
-            Task(3, SHORT[:3], 8, schedule=COSINE),
-        ),
-    ),
+    "short": Config(SHORT_TASKS),
+    "short_frozen": Config(SHORT_TASKS, train_recurrent=False),
     "paper": Config(
         tuple(
             Task(n, ALL, PAPER_EPOCHS, schedule=AT_100_145, published_steps=True) for n in (1, 2, 3)
-        )
+        ),
+        train_recurrent=False,
     ),
 }
 
@@ -166,6 +170,7 @@ class Settings:
     clip: float
     limit: int
     fallback: bool
+    train_recurrent: bool
     seed: int
 
     @property

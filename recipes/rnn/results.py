@@ -14,6 +14,7 @@ from recipes.curves import (
     display_name,
     epoch_costs,
     group_runs,
+    list_not_run,
     run_facts,
 )
 from recipes.recipe import Check, Results
@@ -101,11 +102,15 @@ def report(results: Results) -> str:
     """Return all tables."""
     parts = []
     for (layers, epochs), runs in panels(results).items():
-        text = "Penn Treebank"
-        if next(iter(runs.values()))[0]["documentation"]:
-            text = "Python's documentation"
+        first = next(iter(runs.values()))[0]
+        text = "Python's documentation" if first["documentation"] else "Penn Treebank"
         head = f"**{count_layers(layers)}**, {text}, {epochs} epochs"
+        if not first["settings"]["train_recurrent"]:
+            head += ", recurrent matrices as they were drawn"
         parts += [head, perplexities(layers, runs)]
+        if not first["documentation"]:
+            texts = {name: f"{value:.2f}" for name, value in TABLE[layers].items()}
+            parts += list_not_run(texts, runs)
     return compose_report(results, parts, check(results))
 
 

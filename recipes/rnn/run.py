@@ -93,6 +93,8 @@ class RnnTraining(Training):
             torch.manual_seed(2 * settings.seed + 1)
             self.model = LanguageModel(text.words, settings.layers, settings.sizes)
         self.model.to(device)
+        for layer in self.model.layers:
+            layer.weight_hh_l0.requires_grad_(settings.train_recurrent)
         self.rounds = len(self.train) // settings.bptt
         self.optimizer = optimizers.build(settings.choice, self.model, self.rounds)
         self.hidden = self.model.start(settings.count)
@@ -112,7 +114,7 @@ class RnnTraining(Training):
         if len(words) not in self._passes:
             self._passes[len(words)] = GraphedPass(
                 self.loss,
-                self.model.parameters(),
+                [param for param in self.model.parameters() if param.requires_grad],
                 (words, targets),
                 changes=[*self.hidden, self._loss],
                 shares_memory_with=next(iter(self._passes.values()), None),
@@ -183,8 +185,9 @@ def is_missing(folder: str | None) -> bool:
 
 def require_data(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
     """Raise FileNotFoundError if the text is missing, CorruptFileError if it is damaged."""
-    if any(not run.fallback for run in settings):
-        corpus.verify(data)
+    for fallback in {run.fallback for run in settings}:
+        if not (fallback and is_missing(data)):
+            corpus.verify(data)
 
 
 def missing_requirement(settings: Settings) -> str | None:

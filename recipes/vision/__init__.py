@@ -1,6 +1,7 @@
 """Image classification: CIFAR-10 and ImageNet."""
 
 from recipes.recipe import Recipe
+from recipes.training import add_precision_option, with_precision
 from recipes.vision.config import PRESETS, plan
 from recipes.vision.results import check, condense, draw, report
 from recipes.vision.run import missing_requirement, require_data, run
@@ -20,4 +21,6 @@ RECIPE = Recipe(
     condense=condense,
     report=report,
     length=lambda settings: settings.epochs,
+    add_arguments=add_precision_option,
+    configure=with_precision,
 )

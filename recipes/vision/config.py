@@ -6,7 +6,7 @@ from typing import Any
 
 from recipes.optimizers import Choice, Schedule
 from recipes.recipe import shared_settings
-from torchpisa.presets import PAPER_TABLE, PaperRow
+from torchpisa.presets import PAPER_TABLE
 
 __all__ = ["PRESETS", "Config", "Settings", "Task", "choices", "plan"]
 
@@ -38,52 +38,60 @@ BASELINES: dict[str, dict[str, Any]] = {
 }
 # VGG-11 has no normalisation; this is the rate of the repository that its layers come from.
 SGD_VGG = 0.05
-# The published VGG-11 script divides rho together with sigma, more often than the table says.
-PUBLISHED_VGG = tuple(
-    sorted(
-        [(epoch, 0.9) for epoch in (10, *range(20, 60, 5), *range(60, 150, 10))]
-        + [(epoch, 0.35) for epoch in (125, 150, 175)]
-    )
-)
+# On ImageNet the L2 term is that of PyTorch's example, and AdaBelief has what its experiment there
+# has.
+IMAGENET_BASELINES: dict[str, dict[str, Any]] = {
+    name: options if name in ("adamw", "lamb", "muon") else {**options, "weight_decay": 1e-4}
+    for name, options in BASELINES.items()
+}
+IMAGENET_BASELINES["adabelief"] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+# The published scripts divide rho together with sigma, at other epochs than the table says; that
+# of DenseNet-121 at those of the table, 50, 100 and 150.
+PUBLISHED_STEPS = {
+    "vgg11": (
+        *((epoch, 0.9) for epoch in (10, *range(20, 60, 5), *range(60, 150, 10))),
+        *((epoch, 0.35) for epoch in (125, 150, 175)),
+    ),
+    "resnet34": (
+        *((epoch, 0.85) for epoch in (*range(6, 61, 3), 70, 80, 90)),
+        *((epoch, 0.5) for epoch in (100, 125, 150, 175)),
+    ),
+    "densenet121": tuple((epoch, 0.25) for epoch in (50, 100, 150)),
+    "resnet18_test": tuple((epoch, 0.15) for epoch in (65, 75, 83)),
+}
 
 
-def rate_steps(row: PaperRow, model: str, epochs: int) -> Schedule:
-    """Return the row's gamma as steps of the learning rate, which divides sigma and rho."""
-    if model == "vgg11":
-        return Schedule("steps", PUBLISHED_VGG)
-    if row.gamma is None:
-        return Schedule()
-    factor, every = row.gamma
-    return Schedule("steps", tuple((epoch, factor) for epoch in range(every, epochs, every)))
-
-
-def choices(dataset: str, model: str, names: Sequence[str], epochs: int) -> tuple[Choice, ...]:
+def choices(dataset: str, model: str, names: Sequence[str]) -> tuple[Choice, ...]:
     """Return the optimizers of a model.
 
     Besides the names of `recipes.optimizers`: "sisa" is the paper's row, "sisa_steps" the row with
-    the published script's schedule instead of gamma, "sisa_defaults" SISA with its defaults,
-    "misa_adam_rate" MISA with the learning rate that Adam has here.
+    the published script's schedule instead of gamma, "sisa_test" the row of the table's part on
+    testing, with that schedule too, where the model has one of each, "sisa_defaults" SISA with its
+    defaults, "misa_adam_rate" MISA with the learning rate that Adam has here.
     """
-    row = PAPER_TABLE[f"{dataset}/{model}"]
+    baselines = BASELINES if dataset == "cifar10" else IMAGENET_BASELINES
     chosen = []
     for name in names:
         if name == "sisa":
+            row = PAPER_TABLE[f"{dataset}/{model}"]
             chosen.append(Choice("sisa", row.options(), row.batches))
-        elif name == "sisa_steps":
+        elif name in ("sisa_steps", "sisa_test"):
+            of_row = f"{model}_test" if name == "sisa_test" else model
+            row = PAPER_TABLE[f"{dataset}/{of_row}"]
             options = {key: value for key, value in row.options().items() if key != "gamma"}
-            steps = rate_steps(row, model, epochs)
+            steps = Schedule("steps", tuple(sorted(PUBLISHED_STEPS[of_row])))
             chosen.append(Choice("sisa", options, row.batches, name, steps))
         elif name == "sisa_defaults":
             chosen.append(Choice("sisa", L2, label=name))
         elif name == "misa":
             chosen.append(Choice("misa"))
         elif name == "misa_adam_rate":
-            chosen.append(Choice("misa", {"lr": BASELINES["adam"]["lr"]}, label=name))
+            chosen.append(Choice("misa", {"lr": baselines["adam"]["lr"]}, label=name))
         elif name == "nsisa":
             chosen.append(Choice("nsisa", L2))
         else:
             rate = {"lr": SGD_VGG} if (name, model) == ("sgd", "vgg11") else {}
-            chosen.append(Choice(name, {**BASELINES[name], **rate}))
+            chosen.append(Choice(name, {**baselines[name], **rate}))
     return tuple(chosen)
 
 
@@ -137,7 +145,10 @@ COSINE = Schedule("cosine", warm_up=1)
 SHORT = ("sisa", "misa", "sgd", "adam", "adamw", "adabelief", "muon")
 ALL = ("sisa", "sisa_steps", "sisa_defaults", "misa", "nsisa", *BASELINES)
 AFTER_150 = Schedule("steps", ((150, 0.1),))  # of the AdaBelief experiments
+# Of Figure 5, and with them those that Table 3 has for ResNet-18.
 IMAGENET = ("sisa", "misa", "sgd", "adam", "adamw", "adabelief", "lamb")
+IMAGENET_TEST = ("sisa_test", *IMAGENET, "adabound", "radam", "msvag", "nadam")
+AFTER_70_80 = Schedule("steps", ((70, 0.1), (80, 0.1)))  # of AdaBelief's experiment on ImageNet
 
 PRESETS = {
     "quick": Config(
@@ -168,9 +179,12 @@ PRESETS = {
     ),
     "imagenet": Config(
         "imagenet",
-        tuple(
-            Task(model, IMAGENET, 90, schedule=COSINE, batch=256)
-            for model in ("resnet18", "vit_b_16", "alexnet", "densenet121")
+        (
+            Task("resnet18", IMAGENET_TEST, 90, schedule=AFTER_70_80, batch=256),
+            *(
+                Task(model, IMAGENET, 90, schedule=COSINE, batch=256)
+                for model in ("vit_b_16", "alexnet", "densenet121")
+            ),
         ),
     ),
 }
@@ -217,6 +231,6 @@ def plan(config: Config) -> dict[str, Settings]:
         )
         for task in config.tasks
         for seed in range(config.seed, config.seed + task.seeds)
-        for choice in choices(config.dataset, task.model, task.names, task.epochs)
+        for choice in choices(config.dataset, task.model, task.names)
     ]
     return {run.name: run for run in runs}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.datasets import data_folder
+from recipes.datasets import CorruptFileError, data_folder
 from recipes.vision.data import normalise
 
 __all__ = ["Folders", "load", "locate"]
@@ -71,7 +71,10 @@ class Files(Dataset[tuple[Tensor, int]]):
             with Image.open(path) as file:
                 image = file.convert("RGB")
         except (UnidentifiedImageError, OSError) as error:
-            raise ValueError(f"{path} must be an image, but it cannot be read: {error}") from None
+            raise CorruptFileError(
+                f"{path.resolve()} must be an image, but it cannot be read: {error}. Remove it or "
+                f"get it again. {INSTRUCTIONS}"
+            ) from None
         if self.seed is None:
             box = middle(image.size)
         else:
@@ -189,9 +192,9 @@ def load(
 
     in_val = sorted(path.name for path in (place / "val").iterdir() if path.is_dir())
     if in_val != names:
-        raise ValueError(
-            f"{place / 'val'} must have the classes of train, but {len(set(names) ^ set(in_val))} "
-            "folders are in one of them only"
+        raise CorruptFileError(
+            f"{(place / 'val').resolve()} must have the classes of train, but "
+            f"{len(set(names) ^ set(in_val))} folders are in one of them only. {INSTRUCTIONS}"
         )
     if workers is None:
         workers = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) - 1

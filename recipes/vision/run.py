@@ -183,10 +183,10 @@ def load_images(settings: Settings, folder: str | None, device: torch.device) ->
 
 def require_data(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
     """Raise FileNotFoundError if images are missing, CorruptFileError if they are damaged."""
-    for name in dict.fromkeys(run.dataset for run in settings if not run.fallback):
+    for name, fallback in dict.fromkeys((run.dataset, run.fallback) for run in settings):
         if name == "imagenet":
             imagenet.locate(data)
-        else:
+        elif not (fallback and datasets.is_missing(name, data)):
             datasets.verify(name, data)
 
 

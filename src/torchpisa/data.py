@@ -12,8 +12,8 @@ each \(D_i\) in turn, equation (2.10). The optimizers take one `step()` per mini
         opt.step()
         opt.zero_grad()
 
-Where the data comes as one large batch at a time, from a stream or a loader that is not yours,
-`split_batch` cuts that batch instead.
+If the data comes as one large batch at a time, from a stream or from another loader, `split_batch`
+divides that batch instead.
 """
 
 import copy
@@ -109,8 +109,8 @@ def split(
             add up to 1; rounded so that the parts cover \(D\)). By default equal, the first parts
             one larger where \(m\) does not divide \(|D|\).
         seed: decides the shuffle; the same seed gives the same parts.
-        shuffle: deal the samples out at random. False keeps their order, in contiguous blocks: of
-            data sorted by label that makes parts as unlike each other as can be.
+        shuffle: assign samples at random. False keeps their order, in contiguous blocks; if data
+            are sorted by label the parts then differ as much as possible.
 
     Examples:
         >>> parts = split(10, batches=3)
@@ -130,29 +130,29 @@ def split(
 class RoundSampler(Sampler[list[int]]):
     r"""A `batch_sampler` that in every round draws \(B_1\) from \(D_1\), ..., \(B_m\) from \(D_m\).
 
-    Each part is read in shuffled passes without replacement. A part that runs out in the middle of
-    a mini-batch fills it from its next pass, so every mini-batch is full, and after any number of
-    rounds the samples of a part have been drawn equally often, give or take one. (A mini-batch
-    that straddles two passes may hold a sample twice; none does where \(|B_i|\) divides \(|D_i|\).)
+    Each part is read in shuffled passes without replacement. A mini-batch at the end of a pass is
+    filled from the next one. So every mini-batch is full, and the samples of a part are drawn
+    equally often, give or take one. (A mini-batch of two passes may hold a sample twice, but not if
+    \(|B_i|\) divides \(|D_i|\).)
 
-    The order is a pure function of (seed, round, part). Nothing else needs saving, and a DataLoader
-    that fetches ahead of the loop cannot disturb it: to resume after r finished rounds, pass
-    `start=r` (`opt.iteration`, if every round came from here; save where `opt.synced`).
+    The order is a pure function of (seed, round, part). So nothing else needs saving, and a
+    DataLoader may fetch ahead. To resume after r finished rounds, pass `start=r` (`opt.iteration`,
+    if every round came from this sampler; save where `opt.synced`).
 
     Each iteration over the sampler is one epoch, and the next continues where it ended, with or
     without `set_epoch`, whatever `num_workers` and `persistent_workers` are: epoch e is the rounds
-    from e * rounds to (e + 1) * rounds - 1. It counts as soon as its first mini-batch is drawn:
-    after a `break` the next iteration is the next epoch (how far the sampler had run ahead of the
-    loop by then depends on the workers, so the place of the break must not matter). A `start`
-    within an epoch makes the first iteration the rest of that epoch; `len` stays that of a whole.
+    from e * rounds to (e + 1) * rounds - 1. An epoch counts as soon as its first mini-batch is
+    drawn, so after a `break` the next iteration is the next epoch. (The place of the break does not
+    matter, because workers fetch ahead by different amounts.) With a `start` within an epoch the
+    first iteration is the rest of that epoch; `len` is always that of a whole epoch.
 
     Args:
         parts: \(D_1, \ldots, D_m\).
         batch_size: \(|B_i|\), one for all parts or a sequence of \(m\), each at most \(|D_i|\).
-            With one for all, small parts are read more often; \(\alpha_i\) makes up for it.
+            With one for all, small parts are read more often; \(\alpha_i\) compensates for it.
         rounds: rounds per epoch; by default \(\lceil |D| / \sum_i |B_i| \rceil\), about one pass.
-        seed: decides the order.
-        start: rounds already finished. As an attribute: where the next iteration begins.
+        seed: seed of the order.
+        start: the number of finished rounds. As an attribute: the round of the next iteration.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class RoundSampler(Sampler[list[int]]):
                 yield self.draw(iteration, part)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration epoch `epoch`, as DistributedSampler does; optional here.
+        """Set the epoch of the next iteration, as DistributedSampler does; optional here.
 
-        Trainers call it before every epoch. In the epoch that `start` lies in it changes nothing,
-        so that it does not undo a resume.
+        Trainers call it before every epoch. It changes nothing in the epoch of `start`, so that a
+        resumed run stays where it was.
         """
         if _integer("epoch", epoch, 0) != self.start // self.rounds:
             self.start = epoch * self.rounds
@@ -224,8 +224,8 @@ class RoundSampler(Sampler[list[int]]):
 def split_batch(batch: T, batches: int) -> list[T]:
     r"""Cut one large batch along dimension 0 into \(m\), as equal as possible, without copying.
 
-    Each slot then sees fresh samples of all of \(D\): leave the optimizer's `weights` equal, also
-    where \(m\) does not divide the batch and some cuts are one sample larger.
+    Each slot then gets new samples of all of \(D\). So leave the optimizer's `weights` equal, even
+    if \(m\) does not divide the batch and some pieces are one sample larger.
 
     Args:
         batch: a tensor, or tuples, lists, named tuples and mappings (such as a tokenizer's

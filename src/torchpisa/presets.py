@@ -1,8 +1,8 @@
-"""The settings of the paper, by name. They never change, whatever becomes of the defaults.
+"""The settings of the paper, by name; they stay the same when defaults change.
 
-In the hyperparameter table, mu is the L2 term in the gradient of every batch and lambda that of the
-consensus, each on its own, as in the published scripts; in VGG-11's row lambda is larger than mu.
-The table has no beta of the second moment: it comes from the scripts' commands.
+mu is the L2 term in the gradient of every batch and lambda that of the consensus. They are
+independent, as in the published scripts: in VGG-11's row lambda is larger than mu. The paper's
+table has no beta of the second moment, which comes from the commands of the scripts.
 """
 
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ __all__ = ["PAPER_TABLE", "PRESETS", "PaperRow", "Preset"]
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row of the hyperparameter table, of SISA.
+    """A row of the paper's hyperparameter table, for SISA.
 
     Attributes:
-        sigma: of every batch at the start.
-        rho: of every batch.
+        sigma: initial sigma of every batch.
+        rho: rho of every batch.
         gamma: (t, s) where sigma is divided by t every s epochs; None where it stays.
         mu: L2 term in the gradients.
         consensus_decay: lambda, L2 term of the consensus.
         epochs: E.
         batches: m.
         rounds: n, of an epoch.
-        samples: of a batch in a round, |D_ij|.
-        beta: of the second moment.
+        samples: samples of a batch in a round, |D_ij|.
+        beta: decay of the second moment.
         warm_down: whether gamma is 1 - 1/(E - floor(l/n)); `gamma` is None then.
     """
 
@@ -56,8 +56,8 @@ class PaperRow:
         """Return gamma as a function of the round.
 
         Args:
-            rounds: of an epoch.
-            epochs: of the whole training.
+            rounds: the rounds of an epoch.
+            epochs: the epochs of the whole training.
         """
         if self.warm_down:
             return WarmDown(epochs, rounds)
@@ -85,16 +85,16 @@ PAPER_TABLE = {
     "rnn/2": PaperRow(0.01, 2e2 / 3, None, 1.2e-6, 0.0, 200, 4, 663, 5),
     "rnn/3": PaperRow(0.01, 2e2 / 3, None, 1.2e-6, 0.0, 200, 4, 663, 5),
 }
-"""By task and model; `resnet18_test` is the row of the table's part on testing."""
+"""Rows by task and model; `resnet18_test` is from the part of the table on testing."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of an optimizer, with a name.
+    """Named settings of an optimizer.
 
     Attributes:
         optimizer: its name, as `torchpisa.create` takes it.
-        description: where the settings come from.
+        description: the source of the settings.
         settings: arguments of the optimizer.
         row: the row of the table behind it, whose gamma depends on the length of an epoch.
     """
@@ -108,8 +108,8 @@ class Preset:
         """Return arguments of the optimizer.
 
         Args:
-            rounds: of an epoch, by default as many as in the paper. What gamma counts by.
-            epochs: of the whole training, by default as many as in the paper.
+            rounds: the rounds of an epoch, for gamma; by default as many as in the paper.
+            epochs: the epochs of the whole training, by default as many as in the paper.
         """
         options = dict(self.settings)
         if self.row is not None:
@@ -146,4 +146,4 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
     }
 )
-"""By name. Models on CIFAR-10 have their own name, others that of their task before it."""
+"""Presets by name: `paper/MODEL` for CIFAR-10, `paper/TASK/MODEL` for other tasks."""

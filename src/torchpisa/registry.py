@@ -1,4 +1,4 @@
-"""Optimizers and their presets by name."""
+"""Create optimizers by name, with the presets of the paper."""
 
 import difflib
 import fnmatch
@@ -22,13 +22,13 @@ AnyOptimizer = PISA | SISA | NSISA | MISA
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """A description of an optimizer that has a name.
+    """A named optimizer.
 
     Attributes:
-        name: what `create` takes.
+        name: its name for `create`.
         cls: its class.
         description: one line.
-        by_shape: whether hidden matrices have a rule of their own.
+        by_shape: True if hidden matrices have their own rule.
     """
 
     name: str
@@ -96,12 +96,12 @@ def create(
         name: one of `list_optimizers()`.
         model: a model; or parameters or groups of your own, which are left as they are.
         preset: one of `list_presets()`, of this optimizer. Arguments override it.
-        rounds: rounds of an epoch, and
-        epochs: epochs of the training, for presets whose sigma grows with time; by default those of
+        rounds: rounds of an epoch, for presets whose sigma grows with time; by default those of the
+            paper.
+        epochs: epochs of the training, likewise.
+        decay_vectors: whether vectors have weight decay too; by default only with a preset, as in
             the paper.
-        decay_vectors: whether vectors have weight decay, too. By default only with a preset,
-            because the paper makes no difference.
-        **arguments: of the optimizer.
+        **arguments: arguments of the optimizer.
 
     Raises:
         ValueError: there is no such name, the preset belongs to another optimizer, or the model has
@@ -139,7 +139,7 @@ def create(
 def _groups(
     info: OptimizerInfo, model: nn.Module, arguments: Mapping[str, Any], decay_vectors: bool
 ) -> list[Any]:
-    """Return the parameters of a model in groups, vectors without decay unless they are to have."""
+    """Return the parameters of a model in groups, vectors without decay unless `decay_vectors`."""
     default = inspect.signature(info.cls).parameters.get("weight_decay")
     decay = arguments.get("weight_decay", 0.0 if default is None else default.default)
     check_range("weight_decay", decay, 0, high_open=True)

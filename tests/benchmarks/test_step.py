@@ -157,14 +157,20 @@ def test_bytes_that_must_move() -> None:
 def test_absent_libraries_are_said(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     library: Any = ModuleType("pytorch_optimizer")
     library.AdamW = torch.optim.AdamW
-    for absent in ("dion", "emerging_optimizers", "heavyball", "optimuon"):
-        monkeypatch.setitem(sys.modules, absent, None)
+    absent = "dion", "emerging_optimizers", "gram_newton_schulz", "heavyball", "muon", "optimuon"
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", library)
     by_name = measure(options=("--only", "AdamW", "Muon"))["by_name"]
     errors = {name: row["error"] for name, row in by_name.items() if row["error"]}
     assert errors == {
         "dion Muon": "dion is not installed",
         "dion NorMuon": "dion is not installed",
+        "gram_newton_schulz Muon": "gram_newton_schulz is not installed",
+        "gram_newton_schulz Muon, without its kernels": "gram_newton_schulz is not installed",
+        "muon SingleDeviceMuon": "muon is not installed",
+        "pytorch_optimizer Muon, on the short side": "pytorch_optimizer has no Muon",
+        "pytorch_optimizer NorMuon": "pytorch_optimizer has no NorMuon",
         "emerging_optimizers Muon, symmetric products": "emerging_optimizers is not installed",
         "emerging_optimizers AdaptiveMuon, NorMuon": "emerging_optimizers is not installed",
         "optimuon Muon": "optimuon is not installed",
@@ -208,6 +214,27 @@ def test_without_compiling_if_that_fails(measure: Measure) -> None:
     by_name = measure([Row("x", "Lazy", make=make, compiles=True)])["by_name"]
     assert by_name["x Lazy"]["error"] is None
     assert by_name["x Lazy"]["note"] == "not compiled (compiled: RuntimeError: no compiler)"
+
+
+def test_a_row_that_fails_leaves_alone_what_others_compiled(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
+
+    class Compiled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            events.append("step")
+
+    def make(row: Row, named: rows.Named, compiled: bool) -> torch.optim.Optimizer:
+        if row.label:
+            raise RuntimeError(row.label)
+        return Compiled([param for _, param in named], lr=0.0)
+
+    members = [Row("x", "A", label, make=make, compiles=True) for label in ("", "broken")]
+    measure(members, options=("--no-peers",))
+    assert events[-2:] == ["step", "reset"]
+    assert events.count("reset") == 1
 
 
 def test_gradients_and_views_are_restored() -> None:
@@ -264,6 +291,27 @@ def test_figure_and_tables(measure: Measure, tmp_path: Path) -> None:
     assert text.count(f"| **{DEFAULTS.name}** | {row['ms']:.3g} ({ratio:.2f}) | 8.0 |") == 2
     assert f"- {BROKEN.name}: ValueError: sigma" in text
     assert f"| **{BROKEN.name}**" not in text
+
+
+def test_matrices_are_compared_with_the_fastest_of_the_others() -> None:
+    """Not with ours, nor with one that has all parameters, nor with one that failed."""
+
+    def row(name: str, ms: float, kind: str = "matrix", error: str | None = None) -> dict[str, Any]:
+        numbers = {"state_bytes_per_parameter": 4.0, "temporary_share": 0.0}
+        return {"name": name, "ms": ms, "kinds": [kind], "error": error, "note": "", **numbers}
+
+    def result(model: str, *rows: dict[str, Any]) -> dict[str, Any]:
+        config, hardware = {"model": model}, {"gpu": "some GPU"}
+        about = {"config": config, "hardware": hardware, "versions": {}, "copy_gb_per_s": 1.0}
+        return {**about, "rows": [{**row, "ratios": {}} for row in rows]}
+
+    ours, muon = row("torchpisa MISA", 3.0), row("torch Muon", 24.0)
+    failed, everything = row("a Muon", 1.0, error="no"), row("torch AdamW", 1.0, kind="vector")
+    large = result("gpt2-124m", everything, muon, ours, failed, row("other Muon", 6.0))
+    text = step_figure.markdown([large, result("gpt2-355m", muon, ours), result("small")], "x.svg")
+    assert "which is other Muon for gpt2-124m; torch Muon for gpt2-355m.\n" in text
+    assert "| **torchpisa MISA** | 3 (0.50) | 3 (0.12) | – |" in text
+    assert "| torch Muon | 24 (4.00) | 24 (1.00) | – |" in text
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def row(opt: PISA, old: State, new: State) -> dict[str, float]:
             held = [param for param in part.params if param in new]
             for param in held:
                 before, after = old[param], new[param]
-                if part.follows:  # it follows the gradients of every parameter
+                if part.sigma_follows:  # it follows the gradients of every parameter
                     sigmas = [max(float(after[f"sigma.{k}"]), 1e-30) for k in range(m)]
                     size = sum(other.numel() for other in held)
                     means = [

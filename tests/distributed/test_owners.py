@@ -69,14 +69,17 @@ def turned(block: Tensor) -> Tensor:
 
 def exchange(shapes: Any, blocks: int, placements: Any, shared: bool, most: int) -> list[str]:
     """What this process was asked to do, after a look at the results."""
-    owners._STAGE = most
+    owners._TRIP_ELEMENTS = most
     torch.manual_seed(0)
     matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     mesh = mesh_for(placements)
     wholes = [distributed_like(matrix, mesh, placements) for matrix in matrices]
     beside = [torch.randn(3 * n + 1, 2, dtype=torch.float64) for n in range(len(shapes))]
-    once = blocks == 1 and owners.is_cut_once(wholes[0])
-    spread = [owners.spread(full, w) if once else w for full, w in zip(beside, wholes, strict=True)]
+    once = blocks == 1 and owners.is_sharded_once(wholes[0])
+    spread = [
+        owners.shard_rows_like(full, w) if once else w
+        for full, w in zip(beside, wholes, strict=True)
+    ]
     done = []
 
     def solve(given: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -129,31 +132,31 @@ def test_each_matrix_is_worked_on_once(done: list[list[list[str]]], number: int)
 
 
 def test_owners_have_equal_shares() -> None:
-    large, small = owners._Work(64, 64, None), owners._Work(16, 16, None)
-    stages = owners._stages((large,) * 8 + (small,) * 4, 2, 2, 2**23)
+    large, small = owners._Task(64, 64, None), owners._Task(16, 16, None)
+    trips = owners._trips((large,) * 8 + (small,) * 4, 2, 2, 2**23)
     work: dict[Any, int] = {}
-    for stage in stages:
-        for number, replica, owner in stage:
+    for trip in trips:
+        for number, replica, owner in trip:
             size = 64 if number < 8 else 16
             work[replica, owner] = work.get((replica, owner), 0) + size**3
     assert len(work) == 4
     assert len(set(work.values())) == 1
 
 
-def test_a_stage_keeps_all_processes_busy() -> None:
-    stages = owners._stages((owners._Work(64, 64, None),) * 12, 1, 4, 64 * 64)
-    assert [len({owner for _, _, owner in stage}) for stage in stages] == [4, 4, 4]
+def test_a_trip_keeps_all_processes_busy() -> None:
+    trips = owners._trips((owners._Task(64, 64, None),) * 12, 1, 4, 64 * 64)
+    assert [len({owner for _, _, owner in trip}) for trip in trips] == [4, 4, 4]
 
 
 def test_whoever_holds_all_of_a_matrix_owns_it() -> None:
     layout = owners._Layout((6, 4, 3), 0, None, 4)
-    work = [owners._work(layout, block, 6) for block in range(6)]
-    assert work == [owners._Work(4, 3, holder) for holder in (0, 0, 1, 1, 2, 2)]
-    assert [owner for stage in owners._stages(tuple(work), 1, 4, 100) for _, _, owner in stage] == [
+    work = [owners._task(layout, block, 6) for block in range(6)]
+    assert work == [owners._Task(4, 3, holder) for holder in (0, 0, 1, 1, 2, 2)]
+    assert [owner for trip in owners._trips(tuple(work), 1, 4, 100) for _, _, owner in trip] == [
         *(0, 0, 1, 1, 2, 2)
     ]
-    assert owners._work(layout._replace(shape=(12, 5)), 1, 3) == owners._Work(4, 5, None)
-    assert owners._work(layout._replace(dim=1), 0, 6).holder is None
+    assert owners._task(layout._replace(shape=(12, 5)), 1, 3) == owners._Task(4, 5, None)
+    assert owners._task(layout._replace(dim=1), 0, 6).holder is None
 
 
 # MISA on many processes equals MISA on one
@@ -192,8 +195,8 @@ def optimizer(params: dict[str, nn.Parameter], **settings: Any) -> MISA:
     before = settings.pop("before", None)
     groups = [
         {"params": named("tall", "wide", "alike", "tiny", "square", "filters"), "before": before},
-        {"params": named("fused"), "blocks": 3},
-        {"params": named("experts"), "blocks": 4},
+        {"params": named("fused"), "blocks": 3, "before": before},
+        {"params": named("experts"), "blocks": 4, "before": before},
         {"params": named("embedding", "bias"), "matrix": None},
     ]
     return MISA(groups, lr=0.03, **settings)
@@ -228,7 +231,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def misa_on_processes(placements: Any, shared: bool, **settings: Any) -> list[Tensor]:
     """With `placements` None, every process has plain copies, as under DDP."""
-    owners._STAGE = settings.pop("stage", 2**23)
+    owners._TRIP_ELEMENTS = settings.pop("stage", 2**23)
     mesh = mesh_for(placements or [COPIES])
 
     def spread(tensor: Tensor) -> Tensor:
@@ -260,8 +263,11 @@ WAYS: list[tuple[Any, bool, dict[str, Any]]] = [
     ([COPIES, ROWS], True, {"before": EigenbasisMoment(every=2)}),
     ([COPIES, COLS], True, {"dtype": torch.float32, "state_dtype": torch.float32}),
     ([ROWS, COLS], False, {"damping": 0.1}),
+    ([ROWS], False, {"before": Whiten(every=2), "damping": 0.1, "row_beta": None, "clip": 0.5}),
+    ([COPIES, COLS], True, {"before": Whiten(every=2), "damping": 0.1, "foreach": False}),
     ([COPIES], False, {}),
     (None, True, {}),
+    (None, True, {"before": EigenbasisMoment(every=2), "damping": 0.1, "clip": 0.5, "batches": 2}),
     (None, True, {"dtype": torch.float32, "clip": 0.5, "stage": 10}),
     (None, True, {"foreach": False, "row_beta": None}),
     (None, True, {"before": Whiten(every=2), "batches": 3}),

@@ -1,5 +1,7 @@
 """Batched Newton-Schulz equals the plain one, matrix by matrix, within its bound on memory."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,17 +143,91 @@ def test_iterate_by_halves():
     assert relative(iterate(x.clone(), 4, halves=True), whole) < 1e-5
 
 
-@pytest.mark.parametrize("columns", [9, 18, 25])
-@pytest.mark.parametrize("steps", [0, 1, 4, 5])
-def test_iterate_in_given_memory(steps, columns):
-    chunk = Chunk((0, 1, 2), 6, columns)
-    x, *spare = workspace([chunk], torch.empty(0, dtype=torch.float64))(chunk)
+def given_memory(chunk, dtype, device="cpu"):
+    """Return buffers for a chunk in which everything is NaN, and the memory that they lie in.
+
+    There is more memory than they need, as if another chunk were larger.
+    """
+    larger = Chunk((*chunk.indexes, -1), chunk.n, chunk.k)
+    cut = workspace([larger], torch.empty(0, dtype=dtype, device=device))
+    whole = torch.as_strided(cut(larger)[0], (sum(map(torch.numel, cut(larger))),), (1,), 0)
+    whole.fill_(math.nan)
+    return cut(chunk), whole
+
+
+# Square, a little and much longer than wide: on either side of all bounds on the memory.
+RATIOS = [1.0, 1.5, 2.0, 2.5, 3.0, 4.5]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize("strips", [False, True], ids=["whole", "strips"])
+def test_iterate_in_given_memory(steps, ratio, strips, monkeypatch):
+    """Nothing is read before it is written, nor is anything written beyond the buffers."""
+    monkeypatch.setattr(newton_schulz, "_STRIP_ROWS", 2 if strips else 1000)
+    n, k = 8, int(8 * ratio)
+    chunk = Chunk((0,) if strips else (0, 1, 2), n, k)
+    (x, *spare), whole = given_memory(chunk, torch.float64)
+    used = sum(part.numel() for part in (x, *spare))
+    assert used < whole.numel()
     x.normal_()
     x /= torch.linalg.matrix_norm(x, keepdim=True)
-    wanted = nsisa.newton_schulz(x, steps)
+    wanted = torch.stack([nsisa.newton_schulz(each, steps) for each in x])
     o = iterate(x, steps, spare)
     assert o.data_ptr() == (spare[0] if steps % 2 else x).data_ptr()
     assert relative(o, wanted) < 1e-12
+    assert whole[used:].isnan().all()
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_iterate_by_halves_in_given_memory(steps, ratio):
+    """Also where several iterations are taken on the short side."""
+    pytest.importorskip("triton", minversion="3.3")
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # else by Triton's interpreter
+    chunk = Chunk((0, 1), 16, int(16 * ratio))
+    (x, *spare), whole = given_memory(chunk, torch.float16, device)
+    used = sum(part.numel() for part in (x, *spare))
+    exact = torch.stack(
+        [spectrum(16, chunk.k, torch.logspace(0, -end, 16, dtype=torch.float64)) for end in (1, 2)]
+    )
+    x.copy_(exact)
+    o = iterate(x, steps, spare, halves=True)
+    for each, start in zip(o, exact, strict=True):
+        assert relative(each.double().cpu(), nsisa.newton_schulz(start, steps)) < 0.02
+    assert whole[used:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [1.0, 1.25, 2.0, 2.5, 3.0, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [64, 256, 1024])  # cuBLAS; symmetric products; by Hopper's copies
+def test_iterate_on_a_gpu_in_given_memory(n, dtype, ratio):
+    """By whatever is chosen there; again in a CUDA graph, whose replays find NaN as well."""
+    chunk = Chunk((0, 1), n, int(n * ratio))
+    start = torch.randn(2, n, chunk.k, dtype=torch.float64, device="cuda")
+    start /= torch.linalg.matrix_norm(start, keepdim=True)
+    exact = [nsisa.newton_schulz(each, 5) for each in start]
+    plain = [nsisa.newton_schulz(each.to(dtype), 5) for each in start]
+    (x, *spare), whole = given_memory(chunk, dtype, "cuda")
+    used = sum(part.numel() for part in (x, *spare))
+
+    def check(o):
+        for each, expected, rounded in zip(o, exact, plain, strict=True):
+            bound = 2 * relative(rounded.double(), expected) + 1e-5
+            assert relative(each.double(), expected) < bound
+        assert whole[used:].isnan().all()
+
+    x.copy_(start)
+    check(iterate(x, 5, spare))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = iterate(x, 5, spare)
+    for _ in range(2):
+        whole.fill_(math.nan)
+        x.copy_(start)
+        graph.replay()
+        check(o)
 
 
 def spectrum(n, k, values):

@@ -157,9 +157,6 @@ BAD_OWN = {
         BadInput({"look_ahead": 0.9}, r"look_ahead must be a finite number >= 1, got 0\.9"),
         BadInput({"before": "whiten"}, r"before must be None or a stage of .*, got 'whiten'"),
         BadInput({"blocks": 0}, r"blocks must be an integer >= 1, got 0"),
-        BadInput(
-            {"blocks": 2, "before": Whiten()}, r"blocks must be 1 with before=Whiten.*, got 2"
-        ),
         BadInput({"damping": -0.1}, r"damping must be a finite number >= 0, got -0\.1"),
         BadInput({"row_beta": 1.0}, r"row_beta must be in \[0, 1\), got 1\.0"),
         BadInput({"beta": 0.0}, r"beta must be in \(0, 1\), got 0\.0"),

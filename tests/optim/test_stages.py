@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.preconditioners.test_consensus import gradients, literally
@@ -113,6 +115,41 @@ def test_foreach_equals_the_loop(stage: Stage, dtype: torch.dtype, damping: floa
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2e-2}[dtype]
     for loop, foreach_ in zip(*trained, strict=True):
         torch.testing.assert_close(foreach_, loop, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "before": st.sampled_from([None, *STAGES]),
+            "damping": st.sampled_from([0.0, 0.2]),
+            "blocks": st.sampled_from([1, 2]),
+            "row_beta": st.sampled_from([None, 0.0, 0.95]),
+            "batches": st.sampled_from([1, 2]),
+            "look_ahead": st.sampled_from([1.0, 1.9, 2.0]),
+            "weight_decay": st.sampled_from([0.0, 0.3]),
+            "clip": st.sampled_from([None, 0.5]),
+            "maximize": st.booleans(),
+            "capturable": st.booleans(),
+            "nonfinite": st.sampled_from(["raise", "skip", "ignore"]),
+        }
+    )
+)
+def test_what_combines_equals_the_loop(own: dict[str, Any]) -> None:
+    """All settings go together."""
+    # Rows that two blocks divide, and a stack of two matrices.
+    shapes = [(6, 9), (8, 6), (6, 9), (4, 4), (2, 5, 4), (4,)]
+    trained = []
+    for foreach in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(s, generator=generator, **DOUBLE)) for s in shapes]
+        opt = MISA(params, lr=0.01, foreach=foreach, **own)
+        train(opt, params, 0, 8)
+        opt.flush()
+        trained.append([param.detach() for param in params])
+    for loop, together in zip(*trained, strict=True):
+        assert loop.isfinite().all()
+        torch.testing.assert_close(together, loop, rtol=1e-9, atol=1e-9)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +268,52 @@ def test_what_is_refused() -> None:
     w = nn.Parameter(torch.randn(4, 6))
     with pytest.raises(ValueError, match=r"before must be None or a stage of .*, got <class"):
         MISA([w], before=Whiten)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changed", [{"blocks": 2}, {"before": EigenbasisMoment()}], ids=str)
+def test_what_state_is_for_cannot_be_changed(changed: dict[str, Any]) -> None:
+    w = nn.Parameter(torch.randn(4, 6))
+    opt = MISA([w], before=Whiten())
+    opt.param_groups[0].update(changed)
+    before, w.grad = w.detach().clone(), torch.ones_like(w)
+    with pytest.raises(ValueError, match=r"before and blocks must stay what they were .*, got"):
+        opt.step()
+    assert torch.equal(w, before)
+
+
+@over_stages
+@over_paths
+@pytest.mark.parametrize(
+    ("shape", "block", "blocks"),
+    [
+        ((12, 5), (4, 5), 3),
+        ((12, 20), (6, 20), 2),
+        ((12, 4), (6, 4), 2),
+        ((3, 4, 9), (4, 9), 3),
+        ((2, 9, 2, 2), (9, 4), 2),
+    ],
+    ids=str,
+)
+def test_blocks_have_stages_of_their_own(
+    shape: tuple[int, ...], block: tuple[int, int], blocks: int, foreach: bool, stage: Stage
+) -> None:
+    """Rows of queries, keys and values; stacks of experts' matrices or kernels."""
+    own: dict[str, Any] = {"before": stage, "damping": 0.1, "foreach": foreach}
+    generator = torch.Generator().manual_seed(0)
+    whole = nn.Parameter(torch.randn(shape, generator=generator, **DOUBLE))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().reshape(blocks, *block)]
+    opt, apart = MISA([whole], blocks=blocks, **own), MISA(parts, **own)
+    for _ in range(6):
+        whole.grad = torch.randn(shape, generator=generator, **DOUBLE)
+        for part, grad in zip(parts, whole.grad.reshape(blocks, *block), strict=True):
+            part.grad = grad.clone()
+        opt.step()
+        apart.step()
+    ends = torch.stack([part.detach() for part in parts]).reshape(shape)
+    torch.testing.assert_close(whole.detach(), ends, rtol=1e-9, atol=1e-10)
+    for name in stage.names:
+        below = torch.cat([apart.state[part][name] for part in parts])
+        torch.testing.assert_close(opt.state[whole][name], below, rtol=1e-7, atol=1e-9)
 
 
 def test_the_scale_of_the_loss_does_not_matter() -> None:

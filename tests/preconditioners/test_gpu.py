@@ -30,11 +30,14 @@ def test_gpu_equals_cpu(stage: Stage) -> None:
     assert (results[0] - results[1]).norm() < 1e-6 * results[0].norm()
 
 
-def optimizer(stage: Stage, sizes: tuple[int, ...] = (96, 160)) -> tuple[MISA, list[nn.Parameter]]:
+def optimizer(
+    stage: Stage, blocks: int = 1, sizes: tuple[int, ...] = (96, 160)
+) -> tuple[MISA, list[nn.Parameter]]:
     rows, columns = sizes
     shapes = [(rows, columns), (columns, rows), (rows, rows), (rows, columns)]
     params = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]
-    return MISA(params, before=stage, damping=0.1, nonfinite="ignore"), params
+    opt = MISA(params, before=stage, damping=0.1, blocks=blocks, nonfinite="ignore")
+    return opt, params
 
 
 def step(opt: MISA, params: list[nn.Parameter]) -> None:
@@ -44,9 +47,10 @@ def step(opt: MISA, params: list[nn.Parameter]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("blocks", [1, 2])
 @over_stages
-def test_steps_do_not_wait(stage: Stage) -> None:
-    opt, params = optimizer(stage)
+def test_steps_do_not_wait(stage: Stage, blocks: int) -> None:
+    opt, params = optimizer(stage, blocks)
     for _ in range(9):  # libraries are loaded, state is built
         step(opt, params)
     torch.cuda.set_sync_debug_mode("error")

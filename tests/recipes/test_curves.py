@@ -7,6 +7,8 @@ from recipes.curves import (
     check_column_falls,
     describe_settings,
     display_name,
+    line_styles,
+    list_not_run,
     mean_curve,
     outlier_limits,
 )
@@ -37,6 +39,20 @@ def test_a_training_that_failed_does_not_set_the_range() -> None:
         (0.9, 3.1)
     )
     assert outlier_limits([]) is None
+
+
+def test_usual_optimizers_look_alike_in_all_pictures() -> None:
+    few, many = line_styles(["adam", "misa"]), line_styles(["x", "sisa", "misa", "y", "adam"])
+    assert few["adam"] == many["adam"]
+    assert few["misa"] == many["misa"]
+    assert len(set(map(str, many.values()))) == 5
+    assert len(set(map(str, line_styles([str(n) for n in range(24)]).values()))) == 24
+
+
+def test_what_only_the_paper_has() -> None:
+    paper = {"sisa": "91.25", "sgd": "91.51", "adam": "88.40"}
+    assert list_not_run(paper, ["sisa_steps", "misa", "sgd"]) == ["In the paper only: Adam 88.40."]
+    assert list_not_run(paper, paper) == []
 
 
 def test_words() -> None:

@@ -235,6 +235,18 @@ def test_cache_is_used_where_its_folder_is(tmp_path: Path) -> None:
     assert same(datasets.read("mnist", tmp_path), made)
 
 
+def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    write_mnist(tmp_path / "mnist")
+    datasets.read("mnist", tmp_path)
+    file = tmp_path / "cache" / "mnist.npz"
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"no zip"):
+        file.write_bytes(damaged)
+        with pytest.raises(datasets.CorruptFileError, match=r"mnist\.npz is damaged.* Remove it"):
+            datasets.read("mnist", tmp_path)
+
+
 def test_digits_need_no_files(tmp_path: Path) -> None:
     data = datasets.load("digits", tmp_path / "nowhere")
     assert data.validation is not None

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from recipes import __main__ as command
-from recipes import logs
+from recipes import execution, logs
+from recipes.datasets import CorruptFileError
 from recipes.execution import Runs, format_duration, logged_lines, progress_text, share_threads
 from recipes.recipe import Check, Line, Recipe, Results
 
@@ -100,6 +102,31 @@ def test_a_queue_outlives_a_run_that_fails(
     command.main(["toy", "--list"])
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["to do  bad", "done  flat", "done  steep", "done  steeper"]
+
+
+def lose_file(config: Size, settings: Slope, **options: str) -> Iterator[Line]:
+    raise CorruptFileError("half a hill")
+    yield {}
+
+
+@pytest.mark.usefixtures("toy")
+def test_data_that_is_damaged_ends_several_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = dataclasses.replace(TOY, run=lose_file)
+    monkeypatch.setitem(command.RECIPES, "toy", lost)
+    with pytest.raises(SystemExit, match="half a hill"):
+        command.main(["toy", "--device", "cpu", "--jobs", "2"])
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_run_stops_when_the_command_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was started by one that was killed."""
+    monkeypatch.setattr(
+        execution, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False)
+    )
+    command.main(["toy", "--device", "cpu", "--only", "flat"])
+    log = Path("runs/small/toy/flat.jsonl").read_text(encoding="utf-8")
+    assert len(log.splitlines()) == 2  # the header and one line of three
+    assert load()["missing"] == list(PLAN)
 
 
 @pytest.mark.usefixtures("toy")

@@ -64,10 +64,24 @@ def test_rnn(name: str) -> None:
     assert lines[1]["perplexity"] < 0.8 * lines[0]["perplexity"]
 
 
+@pytest.mark.parametrize("name", ["lstm1_sisa_e2_seed0", "lstm2_misa_e2_seed0"])
+def test_recurrent_matrices_can_stay_as_drawn(name: str) -> None:
+    settings = dataclasses.replace(rnn_plan(RNN["quick"])[name], train_recurrent=False)
+    training = RnnTraining(settings, CUDA, "nowhere")
+    before = [layer.weight_hh_l0.clone() for layer in training.model.layers]
+    lines = [training.advance() for _ in range(2)]
+    assert all(graphed.graph is not None for graphed in training._passes.values())
+    assert lines[1]["perplexity"] < 0.8 * lines[0]["perplexity"]
+    for layer, drawn in zip(training.model.layers, before, strict=True):
+        assert torch.equal(layer.weight_hh_l0, drawn)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["wgan_sisa_e4_seed0", "wgan_gp_misa_e4_seed0"])
-def test_gan(name: str) -> None:
+def test_gan(name: str, precision: str) -> None:
     pytest.importorskip("torchmetrics")
-    training = GanTraining(gan_plan(GAN["quick"])[name], CUDA, "nowhere")
+    settings = dataclasses.replace(gan_plan(GAN["quick"])[name], precision=precision)
+    training = GanTraining(settings, CUDA, "nowhere")
     lines = [training.advance() for _ in range(4)]
     assert all(graphed.graph is not None for graphed in training._passes.values())
     assert lines[-1]["fid_pixels"] < 0.85 * lines[0]["fid_pixels"]

@@ -138,6 +138,24 @@ def test_show_draws_saved_results(toy: Toy, capsys: pytest.CaptureFixture[str]) 
     assert not toy.done
 
 
+def test_known_runs_are_not_run_again(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["toy"])
+    known = load("runs/small/toy.json")
+    file = Path("known.json")
+    known["runs"]["steep"]["settings"]["by"] = 0.5  # of another plan
+    file.write_text(json.dumps(known), encoding="utf-8")
+    command.main(["toy", "--known", str(file), "--out", "there", "--list"])
+    assert capsys.readouterr().out.endswith("done  flat\nto do  steep\n")
+    command.main(["toy", "--known", str(file), "--out", "there"])
+    assert toy.done == [0.0, 2 / 3, 2 / 3]
+    assert load("there/toy.json")["runs"]["flat"] == known["runs"]["flat"]
+    command.main(["toy", "--known", str(file), "--out", "elsewhere", "--preset", "large"])
+    assert toy.done[3:] == [0.0, 2 / 3]  # they depend on the preset
+    with pytest.raises(SystemExit):
+        command.main(["toy", "--known", "nowhere.json"])
+    assert "--known must be a file that a recipe wrote" in capsys.readouterr().err
+
+
 def test_progress_is_for_terminals(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.datasets import CorruptFileError
 from recipes.recipe import Line
 from recipes.training import (
     GraphedPass,
@@ -48,11 +49,29 @@ class Walk(Training):
         self.done, self.place = state["done"], state["place"]
 
 
+class CountedWalk(Walk):
+    steps = 0
+
+    def advance(self) -> Line:
+        self.steps += 1
+        return super().advance()
+
+
 def start(folder: Path, count: int) -> None:
     """Run the first `count` epochs and abandon the run."""
     lines = run_training(Walk(), folder, save_every=2)
     for _ in range(count):
         next(lines)
+
+
+def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    start(tmp_path, 3)
+    file = tmp_path / "run.pt"
+    whole = file.read_bytes()
+    for damaged in (whole[:-100], b"", b"no checkpoint"):
+        file.write_bytes(damaged)
+        with pytest.raises(CorruptFileError, match=r"run\.pt is damaged, or no checkpoint"):
+            list(run_training(Walk(), tmp_path))
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
@@ -65,6 +84,23 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert list(run_training(resumed, folder, save_every=2)) == whole
     assert resumed.done == 6
     assert list(folder.iterdir()) == []  # neither the checkpoint nor a part of one
+
+
+def test_a_run_that_is_closed_is_saved_where_it_is(tmp_path: Path) -> None:
+    """Without waiting for the next checkpoint, and after its last line too."""
+    whole = list(run_training(Walk(), None))
+    lines = run_training(Walk(), tmp_path, save_every=100)
+    assert [next(lines) for _ in range(3)] == whole[:3]
+    lines.close()
+    resumed = CountedWalk()
+    lines = run_training(resumed, tmp_path, save_every=100)
+    assert [next(lines) for _ in range(6)] == whole
+    assert resumed.steps == 3
+    lines.close()
+    done = CountedWalk()
+    assert list(run_training(done, tmp_path)) == whole
+    assert done.steps == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:

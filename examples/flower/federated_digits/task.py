@@ -1,4 +1,4 @@
-"""The task: replace model, data and evaluate by yours; the other files stay as they are."""
+"""The task: replace `model`, `data` and `evaluate` with yours; other files stay as they are."""
 
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -12,21 +12,21 @@ LABELS = 10
 
 
 def model() -> nn.Module:
-    """The network. Layers that keep running statistics, such as BatchNorm, are refused."""
+    """Return the network; layers with running statistics, such as BatchNorm, are refused."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Linear(64, LABELS)
 
 
 def data(context: Context) -> tuple[Tensor, Tensor]:
-    """What this client has: the digits with one label, as far from an even spread as it gets."""
+    """Return the data of this client: all digits with one label, the extreme of uneven data."""
     label = int(context.node_config["partition-id"]) % LABELS
     inputs, targets = digits(test=False)
     return inputs[targets == label], targets[targets == label]
 
 
 def algorithm(context: Context) -> Algorithm:
-    """The algorithm, on the server and on all clients."""
+    """Return the algorithm, the same on the server and on all clients."""
     config = context.run_config
     return SISA(
         sigma=float(config["sigma"]),
@@ -36,19 +36,19 @@ def algorithm(context: Context) -> Algorithm:
 
 
 def folder(context: Context) -> str | None:
-    """Where a client keeps its memory: `--node-config 'folder="/absolute/path"'`."""
-    found = context.node_config.get("folder")
-    return None if found is None else str(found)
+    """Return the folder for a client's memory, from `--node-config 'folder="/absolute/path"'`."""
+    path = context.node_config.get("folder")
+    return None if path is None else str(path)
 
 
 def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
-    """What the server measures before the first and after every round."""
+    """Evaluate the model on the server, before the first and after every round."""
     measure = accuracy(*digits(test=True))
     return MetricRecord(dict(measure(load_arrays(model(), arrays))))
 
 
 def digits(test: bool) -> tuple[Tensor, Tensor]:
-    """Every fifth of scikit-learn's digits is for the test."""
+    """Return scikit-learn's digits; every fifth of them is for the test."""
     bunch = load_digits()
     inputs = torch.tensor(bunch.data, dtype=torch.float32) / 16
     targets = torch.tensor(bunch.target)

@@ -70,15 +70,15 @@ def quick_trials(model: str, rounds: int) -> tuple[Choice, ...]:
 
 
 def short_trials(model: str, rounds: int) -> tuple[Choice, ...]:
-    """Return three trials of every optimizer, in turn."""
-    adamw = PUBLISHED, at_rate("adamw", 1e-3), at_rate("adamw", 3e-4)
+    """Return four trials of every optimizer, in turn."""
+    adamw = PUBLISHED, *(at_rate("adamw", lr) for lr in (1e-3, 3e-4, 3e-3))
     # As printed, and with the second moment of the published script, which has no bias correction.
     sisa = (
         paper_row(model, rounds),
         paper_row(model, rounds, "sisa_row_scheme2", scheme="rmsprop"),
-        at_rate("sisa", 1e-3),
+        *(at_rate("sisa", lr) for lr in (1e-3, 3e-3)),
     )
-    misa = (at_rate("misa", lr) for lr in (2e-3, 1e-3, 4e-3))
+    misa = (at_rate("misa", lr) for lr in (2e-3, 1e-3, 4e-3, 8e-3))
     return tuple(trial for turn in zip(adamw, sisa, misa, strict=True) for trial in turn)
 
 

@@ -1,8 +1,8 @@
 r"""MISA: gradients averaged in the dual, preconditioned at the consensus. Ours, not the paper's.
 
-The local step is PISA's with \(\rho_i Q_i = \frac{\mu}{1 - \mu} \sigma_i I\), which makes each
-dual minus an exponential average of its batch's gradients, free of sigma. All preconditioning
-happens where the batches have been added up, so what they disagree on cancels first. One round:
+The local step is PISA's with \(\rho_i Q_i = \frac{\mu}{1 - \mu} \sigma_i I\). So each dual is minus
+an exponential average of its batch's gradients, independent of sigma. Preconditioning follows the
+sum over batches, so disagreements between batches cancel before it. One round:
 
     r     = pi + sum(a_i * g_i)
     delta = average(r, mu)                       # -(1 - mu) r
@@ -10,12 +10,12 @@ happens where the batches have been added up, so what they disagree on cancels f
     pi    = pi + delta
     w     = move(w, P(u), lr, weight_decay)
 
-With every batch present, m duals hold nothing that their weighted sum does not, so `pi` is one dual
-for all of them. P may be anything that vanishes only at zero and is a descent direction:
+With every batch present only the weighted sum of the duals matters, so `pi` is one dual for all of
+them. P may be any descent direction that vanishes only at zero:
 
-- a matrix is orthogonalised, less sharply if asked (`damp`), then each row is divided by its
-  running root mean square (`normalize_rows`), which gives its entries the root mean square that
-  AdamW's steps have;
+- a matrix is orthogonalised, with an optional damping (`damp`), then each row is divided by its
+  running root mean square (`normalize_rows`), so that its entries are as large as those of AdamW's
+  steps;
 - everything else is divided, entry by entry, by the running root mean square of r
   (`scale_entries`): of the gradient less its average, as in AdaBelief (Zhuang et al., 2020).
 
@@ -33,7 +33,7 @@ __all__ = ["RMS", "average", "damp", "look_ahead", "match_rms", "move", "normali
 __all__ += ["scale_entries"]
 
 RMS = 0.2
-"""Root mean square of AdamW's steps: with it, one learning rate serves all (Liu et al., 2025)."""
+"""Root mean square of AdamW's steps, so that one learning rate serves all (Liu et al., 2025)."""
 
 
 def average(r: Tensor, mu: float) -> Tensor:
@@ -50,7 +50,7 @@ def look_ahead(dual: Tensor, delta: Tensor, c: float) -> Tensor:
 
 
 def damp(u: Tensor, damping: float) -> Tensor:
-    r"""Return \([U, \tau I]\), which is orthogonalised instead of U, and then cut again.
+    r"""Return \([U, \tau I]\), to be orthogonalised instead of U.
 
     The first block of its polar factor is \((U U^\top + \tau^2 I)^{-1/2} U\): a singular value s
     becomes \(s / \sqrt{s^2 + \tau^2}\) instead of 1, so that directions of noise stay small.
@@ -61,7 +61,7 @@ def damp(u: Tensor, damping: float) -> Tensor:
         damping: \(\tau\) as a multiple of the root mean square of the singular values.
     """
     wide = u if u.size(0) <= u.size(1) else u.mT
-    # float64, where the squares of tiny entries are not lost.
+    # In float64 the squares of tiny entries do not underflow.
     square: Tensor = torch.linalg.vector_norm(wide, dtype=torch.float64)
     tau = (damping / wide.size(0) ** 0.5 * square).to(u.dtype)
     both, _ = augmented(wide, tau, 1.0)
@@ -82,9 +82,9 @@ def normalize_rows(
     Args:
         o: the matrix.
         squares: mean square of each of its rows, (rows, 1).
-        rows: averages of these over time.
-        step: how often they were updated, this time included.
-        beta: how much of the averages is kept.
+        rows: running averages of `squares`.
+        step: the number of updates, the current one included.
+        beta: decay of the averages.
         eps: added to the roots.
 
     Returns:
@@ -103,8 +103,8 @@ def scale_entries(
         u: \(U\).
         r: the residual.
         moment: average of \(r \odot r\).
-        step: how often it was updated, this time included.
-        beta: how much of the average is kept.
+        step: the number of updates, the current one included.
+        beta: decay of the average.
         eps: added to the root.
 
     Returns:

@@ -1,8 +1,8 @@
 r"""Algorithm 3: Newton-Schulz-based Inexact Stochastic ADMM (NSISA).
 
 The residual \(\pi_i + g_i\) of PISA is replaced by \(\pi_i + o_i\), where \(o_i\) is the
-orthogonalised momentum, and the second moment is that of this one round,
-\(m_i = (\pi_i + o_i)^2\). Everything else of the round is in `pisa.py`.
+orthogonalised momentum, and the second moment is that of the current round
+alone, \(m_i = (\pi_i + o_i)^2\). The rest of the round is in `pisa.py`.
 """
 
 import torch
@@ -20,9 +20,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def momentum_step(
     momentum: Tensor, grad: Tensor, mu: float, nesterov: bool
 ) -> tuple[Tensor, Tensor]:
-    r"""Return \(b_i = \mu_i b_i + g_i\), and what is orthogonalised.
+    r"""Return \(b_i = \mu_i b_i + g_i\), and the matrix to orthogonalise.
 
-    That is \(b_i\) itself as printed, or \(g_i + \mu_i b_i\) in Nesterov's form.
+    That is \(b_i\) itself, as in the paper, or \(g_i + \mu_i b_i\) in Nesterov's form.
     """
     momentum = mu * momentum + grad
     return momentum, (grad + mu * momentum if nesterov else momentum)
@@ -34,7 +34,7 @@ def newton_schulz(b: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -
     Args:
         b: matrices in the last two dimensions; leading dimensions are a batch.
         steps: number of quintic iterations.
-        dtype: what the products are computed in; that of `b` by default.
+        dtype: dtype of the products; by default that of `b`.
 
     Returns:
         A tensor of the shape and dtype of `b`. A zero matrix stays zero.
@@ -66,8 +66,8 @@ def direction(
         o: the orthogonalised momentum.
         sigma: \(\sigma_i^{\ell+1}\).
         rho: \(\rho_i\).
-        perturbation: \(\epsilon_i^{\ell+1}\), which stands in where \(\pi_i + o_i\) is exactly zero
-            (\(v_i\) is the indicator of those entries).
+        perturbation: \(\epsilon_i^{\ell+1}\), which replaces entries of \(\pi_i + o_i\) that are
+            exactly zero (\(v_i\) is the indicator of those entries).
     """
     s = dual + o
     root = s.abs()

@@ -1,8 +1,8 @@
 r"""Algorithm 1: Preconditioned Inexact Stochastic ADMM (PISA), as pure functions of tensors.
 
 The paper keeps a copy \(w_i\) of the weights for every batch. Here only the difference
-\(d_i = w_i - w\) exists, for the length of one call; `algorithms/README.md` shows that nothing is
-lost. One round, with the equations of the paper:
+\(d_i = w_i - w\) exists, during one call; `algorithms/README.md` shows that this is equivalent. One
+round, with the equations of the paper:
 
     for i in range(m):
         g_i     = gradient of F_i at w                                  # (2.10)
@@ -33,9 +33,9 @@ class Local(NamedTuple):
     r"""The results of batch i in one round.
 
     Attributes:
-        contribution: \(u_i = \pi_i + 2 \sigma_i d_i\), what the batch adds to the consensus.
+        contribution: \(u_i = \pi_i + 2 \sigma_i d_i\), the term of the batch in the consensus.
         dual: \(\pi_i\), the new Lagrange multiplier.
-        delta: \(\sigma_i d_i\), what a client sends to a server that keeps the sum of the duals.
+        delta: \(\sigma_i d_i\), the update that a client sends to a server.
     """
 
     contribution: Tensor
@@ -61,9 +61,9 @@ def local_step(dual: Tensor, d: Tensor, sigma: Scalar, dual_decay: float = 1.0) 
 
 
 def local_step_of_delta(dual: Tensor, delta: Tensor, dual_decay: float = 1.0) -> Local:
-    r"""Take `local_step` from \(\delta_i = \sigma_i d_i\), which stays finite when sigma grows.
+    r"""Take `local_step`, given \(\delta_i = \sigma_i d_i\).
 
-    \(d_i\) itself tends to zero then, and may leave the range of the dtype.
+    When sigma grows \(\delta_i\) stays finite, while \(d_i\) may underflow.
     """
     return Local(contribution=dual + 2 * delta, dual=dual_decay * (dual + delta), delta=delta)
 
@@ -74,8 +74,7 @@ def consensus(
     r"""Return the next \(w\), equation (2.9) in delta form.
 
     \(w + \mathrm{lr}\,(U - \lambda w) / (S + \mathrm{lr}\,\lambda)\). The relative learning rate
-    divides sigma and rho alike, which leaves every \(u_i\) as it is, so this is the only place
-    where it enters.
+    divides sigma and rho alike, which leaves every \(u_i\) unchanged. So it enters here only.
 
     Args:
         w: \(w^{\ell+1}\).
@@ -92,7 +91,7 @@ def consensus(
 def initial_consensus(
     w: Tensor, total_sigma: Scalar, consensus_decay: float, lr: Scalar = 1.0
 ) -> Tensor:
-    r"""Return the very first \(w\), where every \(w_i^0 = w^0\) and every dual is zero."""
+    r"""Return the very first \(w\), for \(w_i^0 = w^0\) and duals of zero."""
     return w * (total_sigma / (total_sigma + lr * consensus_decay))
 
 
@@ -104,10 +103,10 @@ def consensus_of_deltas(
     consensus_decay: float = 0.0,
     lr: Scalar = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""Return the next \(w\) and \(\Pi\), (2.9) where only changes of duals arrive.
+    r"""Return the next \(w\) and \(\Pi\) by (2.9), from changes of duals.
 
-    A batch that is absent contributes \(u_i = \pi_i\), one that is present \(\pi_i + 2 \delta_i\),
-    so \(U = \Pi + 2 D\) with the old \(\Pi\), whoever is present.
+    An absent batch contributes \(u_i = \pi_i\), a present one \(\pi_i + 2 \delta_i\), so
+    \(U = \Pi + 2 D\) with the old \(\Pi\) in either case.
 
     Args:
         w: \(w^{\ell+1}\).

@@ -188,8 +188,8 @@ def smoothed(
         r: matrices in the last two dimensions; leading dimensions are a batch.
         sigma: \(\sigma_i\).
         rho: \(\rho_i\).
-        steps: of Newton-Schulz.
-        dtype: what its products are computed in; that of `r` by default.
+        steps: the number of Newton-Schulz iterations.
+        dtype: dtype of their products; by default that of `r`.
     """
     wide = r.size(-2) <= r.size(-1)
     x = r if wide else r.mT

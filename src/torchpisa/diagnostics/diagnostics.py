@@ -1,4 +1,4 @@
-"""`Diagnostics`: when rounds are measured, and how the numbers reach the host."""
+"""`Diagnostics`: choose the rounds to measure, and bring the numbers to the host."""
 
 import os
 import warnings
@@ -28,7 +28,7 @@ _LEAST_AGREEMENT = 0.1
 
 
 class _PendingRow(NamedTuple):
-    """Numbers on their way from the device to the host."""
+    """Numbers that are being copied from the device to the host."""
 
     values: Tensor
     context: RowContext
@@ -36,16 +36,16 @@ class _PendingRow(NamedTuple):
 
 
 class Diagnostics:
-    r"""An observer of an optimizer that describes every so many rounds by a row of numbers.
+    r"""An observer of an optimizer that measures one round in `every`, as a row of numbers.
 
-    The training does not change. When a round ends that is to be measured, weights and duals are
-    compared with copies from the end of the round before: not all of them, but up to 65,536
-    coordinates, in short runs from every tensor, from which norms are extrapolated. Smaller models
-    are measured completely. (With more than four batches per process, up to 262,144 duals.)
+    The training does not change. At the end of a measured round weights and duals are compared with
+    copies from the end of the round before. Up to 65,536 coordinates are sampled, in short runs
+    from every tensor, and norms are extrapolated from them. Smaller models are measured completely.
+    (With more than four batches per process, up to 262,144 duals are sampled.)
 
     With \(\sigma_i\) and \(\rho_i\) divided by lr, over all batches of all ranks, a row has:
 
-    - `iteration`: rounds done.
+    - `iteration`: the number of rounds done.
     - `primal_residual`: \(\sqrt{\sum_i \alpha_i \lVert w_i - w \rVert^2}\), how far the batches
       pull the weights apart; `primal_relative`: the same by `weight_norm`. Not with `dual_decay=0`.
     - `dual_residual`:
@@ -60,26 +60,26 @@ class Diagnostics:
     - `first_step_...` and `momentum_...`: see `torchpisa.optim.report.Effective`; over coordinates
       and batches. Not for preconditioners without a diagonal.
     - `sigma_share`: share of these where \(\sigma_i > \rho_i q\).
-    - `absent`: batches that were left out since training began: their gradients were not finite, a
-      GradScaler said so, or `skip()` or `flush()` was called.
+    - `absent`: the number of absent batches since training began: their gradients were not finite,
+      or `skip()` or `flush()` was called.
 
-    Of an `NSISA` whose batches hardly agree, it warns once: where the mean cosine between the
-    duals of two batches, \((1 - \mathrm{spread}^2 - 1/m) / (1 - 1/m)\) for equal weights, is below
-    0.1 in two rows in a row. Then the data of the batches differ, or their gradients are mostly
-    noise. Where orthogonalised gradients of such batches cancel, gradients need not.
+    It warns once if the batches of an `NSISA` hardly agree: if the mean cosine between the duals of
+    two batches, \((1 - \mathrm{spread}^2 - 1/m) / (1 - 1/m)\) for equal weights, is below 0.1 in
+    two consecutive rows. Then the data of the batches differ, or their gradients are mostly noise,
+    and NSISA may stop where orthogonalised gradients cancel but gradients do not.
 
-    On a GPU nothing waits: a row is delivered some steps after its round, and `latest` and `close`
-    wait for it. Rounds that are replayed from a CUDA graph are not seen.
+    On a GPU no step waits: a row is delivered some steps after its round, and only `latest` and
+    `close` wait for it. Rounds that are replayed from a CUDA graph are not measured.
 
-    With a process group or sharded parameters, all processes make one with the same `every`,
-    between the same two steps, and have the same rows. The first of them writes the files.
+    With a process group or sharded parameters, all processes create one with the same `every`,
+    between the same two steps. They get the same rows, and the first process writes the files.
 
     Args:
         optimizer: a `PISA`, `SISA` or `NSISA`.
-        every: rounds from row to row.
-        csv: a file that rows are appended to, also when training is resumed.
+        every: the number of rounds from row to row.
+        csv: a file to append rows to, also when training is resumed.
         tensorboard: a writer with `add_scalar(tag, value, step)`, such as torch's `SummaryWriter`.
-        callback: called with every row, within `step()`.
+        callback: a function that is called with every row, within `step()`.
 
     Examples:
         >>> import torch, torchpisa
@@ -131,7 +131,7 @@ class Diagnostics:
         if callback is not None:
             self._outputs.append(callback)
         optimizer.observers += (self._on_round_end,)
-        begun = optimizer.peers is not None and optimizer.peers.begun
+        begun = optimizer.peers is not None and optimizer.peers.step_begun
         if self._measures_next_round and optimizer.synced and not begun:
             with torch.no_grad():
                 self._before = self._take_snapshot()
@@ -172,8 +172,8 @@ class Diagnostics:
     def _comparable(self, before: measure.RoundSnapshot) -> bool:
         """Return True if one round has ended since, no state was loaded and no parameter is new."""
         optimizer = self._optimizer
-        previous = (optimizer.iteration - 1, optimizer.life)
-        is_previous = (before.iteration, before.load_count) == previous
+        previous = (optimizer.iteration - 1, optimizer.instance_id)
+        is_previous = (before.iteration, before.instance_id) == previous
         return is_previous and before.layout.matches(optimizer)
 
     @property

@@ -1,8 +1,8 @@
-r"""The numbers of one round, from samples of the weights and duals before and after it.
+r"""Measure one round, from samples of the weights and duals before and after it.
 
-What happened in a round shows in the duals: \(\pi_i\) changes by \(\delta_i = \sigma_i d_i\), and
-\(w_i = w + d_i\). The relative learning rate divides sigma, so that what the paper calls
-\(\sigma_i\) is sigma / lr here.
+The duals show the local steps: \(\pi_i\) changes by \(\delta_i = \sigma_i d_i\), and
+\(w_i = w + d_i\). The relative learning rate divides sigma, so the paper's \(\sigma_i\) is
+sigma / lr here.
 """
 
 import math
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RoundSnapshot", "measure", "process_groups", "take_snapshot"]
 
-# Values that a median is taken of: over all processes, and the least number of each process.
+# Number of values in a median: over all processes, and at least from each process.
 _MEDIAN_OF, _MEDIAN_OF_EACH = 2**12, 2**6
 
 
@@ -45,14 +45,14 @@ class RoundSnapshot(NamedTuple):
     """Samples of weights and duals between two rounds.
 
     Attributes:
-        iteration: rounds done.
-        load_count: the optimizer's number, which changes with every load.
+        iteration: the number of rounds done.
+        instance_id: the optimizer's number, which changes with every load.
         layout: the sampled coordinates.
-        samples: by section.
+        samples: the samples, by section.
     """
 
     iteration: int
-    load_count: int
+    instance_id: int
     layout: SampleLayout
     samples: list[SectionSample]
 
@@ -78,13 +78,13 @@ def process_groups(optimizer: PISA) -> list["ProcessGroup"]:
     """Return the groups to sum over: the ranks, then the holders of other shards."""
     nodes = [optimizer.peers.group] if isinstance(optimizer.peers, Ranks) else []
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [*nodes, *dtensor.groups(params)]
+    return [*nodes, *dtensor.mesh_groups(params)]
 
 
 def take_snapshot(optimizer: PISA, layout: SampleLayout) -> RoundSnapshot:
-    """Copy the samples as they are now."""
+    """Return copies of the samples."""
     samples = [_take_sample(optimizer, section) for section in layout.sections]
-    return RoundSnapshot(optimizer.iteration, optimizer.life, layout, samples)
+    return RoundSnapshot(optimizer.iteration, optimizer.instance_id, layout, samples)
 
 
 def _take_sample(optimizer: PISA, section: SampleSection) -> SectionSample:
@@ -154,7 +154,7 @@ def _settings(optimizer: PISA, section: SampleSection) -> _Settings:
 
 def _mean_sigmas(optimizer: PISA, part: Part) -> list[float | Tensor]:
     """Return sigma of a part by batch; where it follows gradients, the mean over its elements."""
-    if not part.follows:
+    if not part.sigma_follows:
         return part.sigmas
     params = [param for param in part.params if optimizer.state.get(param)]
     elements = max(1, sum(param.numel() for param in params))
@@ -186,7 +186,7 @@ def _measure_section(
 ) -> _SectionResult:
     part_of, decay = section.part_of, section.dual_decay
     sigma, rho, lr = settings.sigma[:, part_of], settings.rho[:, part_of], settings.lr[part_of]
-    if section.follows:
+    if section.sigma_follows:
         slots = range(optimizer.batches)
         sigmas = [torch.stack(_state(optimizer, section, "sigma", slot)) for slot in slots]
         sigma = torch.stack(sigmas).to(sigma).clamp(min=TINY)[:, section.tensor_of]
@@ -223,11 +223,11 @@ def _diagonal(
     stepped: Tensor,
     new: SectionSample,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return rho q and where it is known, or None if Q has no diagonal."""
+    """Return rho q and a mask of the known entries, or None if Q has no diagonal."""
     rule = section.preconditioner
     if type(rule) is NewtonSchulz:
-        # d = -s/(sigma + rho |s|) with q = |s|, so rho q is the part rho |d| of the sum, and there
-        # is no need to orthogonalise again.
+        # d = -s/(sigma + rho |s|) with q = |s|. So rho q follows from rho |d|, without
+        # orthogonalising again.
         if not section.dual_decay:
             return None
         share = (rho * delta.abs() / sigma).clamp(max=1 - torch.finfo(delta.dtype).eps)
@@ -246,7 +246,7 @@ def _diagonal(
 
 
 def _common_step(steps: Tensor) -> float | None:
-    """Return the step that all counters show, if the host can tell without waiting."""
+    """Return the common value of all counters if they are equal and on the CPU."""
     if steps.device.type != "cpu":
         return None
     lowest, highest = steps.aminmax()
@@ -254,7 +254,7 @@ def _common_step(steps: Tensor) -> float | None:
 
 
 def _diagonals_by_batch(optimizer: PISA, section: SampleSection) -> Tensor | None:
-    """Return q of an unknown preconditioner, which is asked for all of every tensor."""
+    """Return q of a user's preconditioner, computed for whole tensors."""
     rows = []
     for slot in range(optimizer.batches):
         row = []
@@ -304,6 +304,6 @@ def _gather_from_all(
 def _medians(values: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted median of each row."""
     ordered, order = values.sort(dim=1)
-    reached = weights[order].cumsum(1)
-    place = torch.searchsorted(reached, reached[:, -1:] / 2)
+    cumulative = weights[order].cumsum(1)
+    place = torch.searchsorted(cumulative, cumulative[:, -1:] / 2)
     return ordered.gather(1, place.clamp(max=weights.numel() - 1)).squeeze(1)

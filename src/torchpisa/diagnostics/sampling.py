@@ -1,7 +1,7 @@
-"""The sample of coordinates that is measured: short runs at even distances, some of every tensor.
+"""Sample coordinates to measure: short runs at even distances in every tensor.
 
-They are runs because memory is read in lines; at even distances because that is one view per tensor
-and one call copies from many views; and always the same ones, so that rows can be compared.
+Runs, because memory is read in cache lines. At even distances, because a tensor then needs one
+view, and one call copies many views. Always the same ones, so that rows can be compared.
 """
 
 import math
@@ -87,24 +87,24 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleSection:
-    """Parameters whose samples are computed together; completely sampled ones come first.
+    """Parameters that are measured together; completely sampled ones come first.
 
     Attributes:
         params: the parameters.
-        pieces: the sample of each, as far as this process holds it.
-        preconditioner: theirs.
-        dual_decay: theirs.
-        follows: whether their sigma follows their gradients.
-        tensor_of: which of them each coordinate belongs to.
-        part_of: which of the optimizer's parts.
-        scale: how many coordinates of the model each stands for.
+        pieces: the sampled runs of each, in the local part.
+        preconditioner: their preconditioner.
+        dual_decay: their dual decay.
+        sigma_follows: whether sigma follows the gradients.
+        tensor_of: for each coordinate the index of its tensor.
+        part_of: the index of the optimizer's part.
+        scale: the number of coordinates of the model that each one stands for.
     """
 
     params: list[Tensor]
     pieces: list[SampledRuns]
     preconditioner: Preconditioner
     dual_decay: float
-    follows: bool
+    sigma_follows: bool
     tensor_of: Tensor
     part_of: Tensor
     scale: Tensor
@@ -131,10 +131,10 @@ class SampleLayout:
     """The sampled coordinates of all parameters that have state.
 
     Attributes:
-        sections: the parameters, by what they have in common.
-        home: the device where sections come together.
-        shards: processes that hold parts of them.
-        sizes: elements by part of the optimizer.
+        sections: the parameters, grouped by rule, device and dtype.
+        home: the device on which sections are combined.
+        shards: the number of processes that share the parameters.
+        sizes: the number of elements, by part of the optimizer.
     """
 
     def __init__(self, optimizer: PISA) -> None:
@@ -145,7 +145,7 @@ class SampleLayout:
         pieces = sampled_runs(sizes, budget)
         for (param, number), (_, _, *kind), piece in zip(entries, self._key, pieces, strict=True):
             by_kind.setdefault(tuple(kind), []).append((param, number, piece))
-        parts = dtensor.groups([param for param, _ in entries])
+        parts = dtensor.mesh_groups([param for param, _ in entries])
         self.shards = math.prod(group.size() for group in parts)
         self.sections = [_section(optimizer, group, self.shards) for group in by_kind.values()]
         devices = [section.scale.device for section in self.sections]
@@ -156,12 +156,12 @@ class SampleLayout:
             self.sizes[number] += param.numel()
 
     def matches(self, optimizer: PISA) -> bool:
-        """Return True while no parameter is new, has moved or has changed its rule."""
+        """Return True if parameters, devices and rules are still the same."""
         return self._key == _key(optimizer)[0]
 
 
 def _key(optimizer: PISA) -> tuple[list[Any], list[tuple[Tensor, int]]]:
-    """Return what a layout depends on, and the parameters with the indices of their groups."""
+    """Return a key for everything that a layout depends on, and parameters with their parts."""
     key = []
     entries = []
     for number, part in enumerate(optimizer.parts()):
@@ -171,7 +171,7 @@ def _key(optimizer: PISA) -> tuple[list[Any], list[tuple[Tensor, int]]]:
         for param in part.params:
             dual = optimizer.state.get(param, {}).get(state_key("dual", 0))
             if dual is not None:
-                settings = part.group["dual_decay"], part.follows
+                settings = part.group["dual_decay"], part.sigma_follows
                 kind = dual.device, param.dtype, dual.dtype, rule, *settings
                 key.append((id(param), number, *kind))
                 entries.append((param, number))
@@ -195,7 +195,7 @@ def _section(
         pieces=[piece for _, _, piece in entries],
         preconditioner=part.preconditioner,
         dual_decay=float(part.group["dual_decay"]),
-        follows=part.follows,
+        sigma_follows=part.sigma_follows,
         tensor_of=torch.arange(len(entries)).repeat_interleave(counts).to(device),
         part_of=torch.tensor([n for _, n, _ in entries]).repeat_interleave(counts).to(device),
         scale=torch.tensor(shares, dtype=wide).repeat_interleave(counts).to(device),

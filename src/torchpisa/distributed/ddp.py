@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the consensus in place of the average of gradients."""
+"""DistributedDataParallel with a consensus in place of the average of gradients."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attach"]
 
-# Of the bucket that is sent first: communication starts early.
+# Size of the first bucket, which is small so that communication starts early.
 _FIRST_BYTES = 2**20
 
 
@@ -43,8 +43,8 @@ def attach(
 
     Args:
         optimizer: one with a `process_group` of the same ranks as the model's.
-        model: all of its parameters that are trained are in the optimizer.
-        scaler: the GradScaler, if one is used: the backward pass sees gradients that it has scaled.
+        model: the model; the optimizer must have all of its trained parameters.
+        scaler: the GradScaler, if one is used, because the backward pass sees scaled gradients.
     """
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +68,7 @@ def attach(
                 "optimizer must have been made with process_group=, for example "
                 "torch.distributed.group.WORLD, to be attached to a model"
             )
-        return  # a single rank has nobody to average with
+        return  # a single rank averages nothing
     ranks = optimizer.peers
     assert isinstance(ranks, Ranks)
     ours = distributed.get_process_group_ranks(ranks.group)
@@ -86,38 +86,17 @@ def attach(
     hook = _Hook(optimizer, ranks, model, scaler)
     model.register_comm_hook(None, lambda _, bucket: hook.on_bucket(bucket))
     ranks.attached = hook
-    for name in ("join", "join_hook"):  # what `model.join()` and `Join([model])` begin with
+    for name in ("join", "join_hook"):  # called by `model.join()` and `Join([model])`
         setattr(model, name, _refuse_join)
 
 
-def _refuse_join(*_: object, **__: object) -> NoReturn:
-    raise RuntimeError(
-        "join() cannot be used with an attached optimizer: it stands in for the ranks that are "
-        "done with zero gradients, and every rank still has a dual to contribute. Give all ranks "
-        "the same number of batches, or leave attach out and call skip() on those that are done"
-    )
-
-
-def _layout(params: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
-    """Return parameters in their order, cut into what is sent together."""
-    buckets: list[list[Tensor]] = [[]]
-    most, size = min(_FIRST_BYTES, limit), 0
-    for param in params:
-        buckets[-1].append(param)
-        size += param.numel() * param.element_size()
-        if size >= most:
-            buckets.append([])
-            most, size = limit, 0
-    return [bucket for bucket in buckets if bucket]
-
-
 class _Hook:
-    """The function that is called for every bucket of gradients, on the thread that computes them.
+    """Communication hook of a model: called for every bucket, on the thread that runs backward.
 
-    Contributions are sent in buckets of our own, which are laid out once, in the order in which
-    gradients came in the first backward pass. DistributedDataParallel lays its buckets out anew
-    after that pass; then they are the same. Sums depend on the order of their numbers, so with its
-    changing buckets a resumed run would differ in its last bits.
+    Contributions are sent in buckets of our own. They are made once, in the order in which
+    gradients arrived in the first backward pass, because DistributedDataParallel changes its
+    buckets after that pass: sums depend on the order of their terms, so a resumed run would differ
+    in its last bits.
     """
 
     def __init__(
@@ -136,17 +115,17 @@ class _Hook:
         self._order: dict[int, None] = {}
         self._buckets: list[list[Tensor]] | None = None
         self._ready: set[int] = set()
-        self._sent = 0
-        # With unused parameters a bucket holds zeros for them, so who was reached is noted apart.
-        self._notes = bool(model.find_unused_parameters or model.static_graph)
-        self._reached: set[int] = set()
+        self._sent_count = 0
+        # Buckets hold zeros for unused parameters, so we track which parameters got a gradient.
+        self._tracks_gradients = bool(model.find_unused_parameters or model.static_graph)
+        self._with_gradient: set[int] = set()
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for param in self._params
         ]
 
     def on_bucket(self, bucket: "GradBucket") -> torch.futures.Future[Tensor]:
-        """Step a bucket's parameters and send what is complete; gradients stay as they are."""
+        """Step the parameters of a bucket and send complete buckets; leave gradients unchanged."""
         if self._overlaps():
             buffer = bucket.buffer()
             scale = found_inf = None
@@ -155,10 +134,10 @@ class _Hook:
                 found_inf = buffer.isfinite().all().logical_not()
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             params = [
-                (self._part(param), param, grad if self._was_reached(param) else None)
+                (self._part_index(param), param, grad if self._has_gradient(param) else None)
                 for param, grad in pairs
             ]
-            self._optimizer.step_some(params, bucket.index(), scale, found_inf)
+            self._optimizer.step_bucket(params, bucket.index(), scale, found_inf)
             self._ready |= {id(param) for _, param, _ in params}
             self._send()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -166,40 +145,40 @@ class _Hook:
         return future
 
     def _send(self) -> None:
-        """Send all buckets of ours that are complete now, in their order."""
-        for bucket in (self._buckets or [])[self._sent :]:
+        """Send those of our buckets that are complete, in order."""
+        for bucket in (self._buckets or [])[self._sent_count :]:
             if not all(id(param) in self._ready for param in bucket):
                 break
-            params = [(self._part(param), param, None) for param in bucket]
+            params = [(self._part_index(param), param, None) for param in bucket]
             optimizer = self._optimizer
-            members = optimizer.members_of(params, with_gradient=False)
+            members = optimizer.members_by_part(params, with_gradient=False)
             self._ranks.contribute(optimizer.parts(), members, optimizer.round, math.inf)
-            self._sent += 1
+            self._sent_count += 1
 
-    def expect(self, slot: int) -> None:
-        """Raise RuntimeError if the backward pass has not taken its part of this batch's step."""
+    def before_step(self, slot: int) -> None:
+        """Send what the backward pass has left; raise RuntimeError if it did not run."""
         if self._overlaps():
-            if slot != self._optimizer.last_slot or not self._ranks.begun:
+            if slot != self._optimizer.last_slot or not self._ranks.step_begun:
                 raise RuntimeError(
                     "no gradients are on their way: an attached optimizer needs a backward pass of "
                     "the DistributedDataParallel model, not under no_sync(), before the step() "
                     "that ends a round, on every rank; skip() cannot take its place"
                 )
             if self._buckets is None:
-                self._lay_out()
+                self._make_buckets()
                 self._send()
             self._ready.clear()
-            self._sent = 0
-        self._reached.clear()
+            self._sent_count = 0
+        self._with_gradient.clear()
 
-    def _lay_out(self) -> None:
-        """Lay out the buckets, by the first rank's order; it may differ from others' by chance."""
+    def _make_buckets(self) -> None:
+        """Make our buckets, in the order of the first rank, because the order may differ."""
         number = {id(param): index for index, param in enumerate(self._params)}
         order = [number[key] for key in self._order]
         order += [index for index in reversed(range(len(self._params))) if index not in order]
         params = [self._params[index] for index in self._ranks.gather(order)[0]]
-        self._buckets = _layout(params, self.model.bucket_bytes_cap)
-        if not self._notes:
+        self._buckets = _in_buckets(params, self.model.bucket_bytes_cap)
+        if not self._tracks_gradients:
             for handle in self._handles:
                 handle.remove()
 
@@ -210,14 +189,14 @@ class _Hook:
             return False
         return not any(part.preconditioner.joint for part in optimizer.parts())
 
-    def _note(self, param: Tensor) -> None:
-        self._reached.add(id(param))
+    def _on_gradient(self, param: Tensor) -> None:
+        self._with_gradient.add(id(param))
         self._order[id(param)] = None
 
-    def _was_reached(self, param: Tensor) -> bool:
-        return not self._notes or id(param) in self._reached
+    def _has_gradient(self, param: Tensor) -> bool:
+        return not self._tracks_gradients or id(param) in self._with_gradient
 
-    def _part(self, param: Tensor) -> int:
+    def _part_index(self, param: Tensor) -> int:
         if id(param) not in self._part_of:
             self._part_of = {
                 id(each): number
@@ -225,3 +204,24 @@ class _Hook:
                 for each in part.params
             }
         return self._part_of[id(param)]
+
+
+def _in_buckets(params: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
+    """Return parameters, in their order, divided into buckets of about `limit` bytes."""
+    buckets: list[list[Tensor]] = [[]]
+    capacity, size = min(_FIRST_BYTES, limit), 0
+    for param in params:
+        buckets[-1].append(param)
+        size += param.numel() * param.element_size()
+        if size >= capacity:
+            buckets.append([])
+            capacity, size = limit, 0
+    return [bucket for bucket in buckets if bucket]
+
+
+def _refuse_join(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        "join() cannot be used with an attached optimizer: it stands in for the ranks that are "
+        "done with zero gradients, and every rank still has a dual to contribute. Give all ranks "
+        "the same number of batches, or leave attach out and call skip() on those that are done"
+    )

@@ -1,8 +1,7 @@
-"""Parameters that are spread over processes (DTensors), stepped where their parts lie.
+"""Sharded parameters (DTensors): local parts, and sums over all parts.
 
-SISA's rule goes element by element, so every process steps its own part with the kernels that it
-has for plain tensors. Sums over all parts are here; what is done to whole matrices is in
-`owners.py`.
+SISA's rule works element by element, so every process steps its local part with the kernels for
+plain tensors. Operations on whole matrices are in `owners.py`.
 """
 
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "cut",
-    "groups",
+    "from_local",
     "groups_of_parts",
     "is_sharded",
-    "laid_out_like",
     "local",
-    "part",
+    "local_member",
+    "local_shard",
+    "mesh_groups",
     "summed",
     "summed_together",
     "whole_state",
@@ -32,7 +31,7 @@ __all__ = [
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor; those who have none never import what defines them."""
+    """Return whether `tensor` is a DTensor; import DTensor only if it may be."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -41,62 +40,62 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this process holds of `tensor`: itself, unless it is sharded."""
+    """Return the local part of `tensor`: the tensor itself unless it is sharded."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        held: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return held.detach()
+        local_part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local_part.detach()
 
 
-def part(member: Member) -> Member:
-    """Return what this process holds of `member`."""
+def local_member(member: Member) -> Member:
+    """Return `member` with local parts in place of sharded tensors."""
     param, grad, state, _ = member
     if not is_sharded(param):
         return member
-    held = None if grad is None else local(grad)
-    return Member(local(param), held, _State(state, param), whole=param)
+    local_grad = None if grad is None else local(grad)
+    return Member(local(param), local_grad, _LocalState(state, param), whole=param)
 
 
-class _State(MutableMapping[str, Any]):
-    """The state of a sharded parameter; its tensors are seen as the parts held here."""
+class _LocalState(MutableMapping[str, Any]):
+    """A view of the state of a sharded parameter in which all tensors are local parts."""
 
     def __init__(self, state: MutableMapping[str, Any], param: Tensor) -> None:
-        self._own = state
+        self._state = state
         self._param = param
 
     def __getitem__(self, key: str) -> Any:
-        value = self._own[key]
+        value = self._state[key]
         return local(value) if isinstance(value, Tensor) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if isinstance(self._own.get(key), Tensor) and is_sharded(self._own[key]):
-            value = laid_out_like(self._param, value)
-        self._own[key] = value
+        if isinstance(self._state.get(key), Tensor) and is_sharded(self._state[key]):
+            value = from_local(self._param, value)
+        self._state[key] = value
 
     def whole(self, key: str) -> Any:
-        """Return what is spread over processes, not the part of it that is held here."""
-        return self._own[key]
+        """Return an entry itself, a DTensor if it is sharded."""
+        return self._state[key]
 
     def __delitem__(self, key: str) -> None:
-        del self._own[key]
+        del self._state[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
+        return iter(self._state)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._state)
 
 
 def whole_state(member: Member, key: str) -> Tensor:
-    """Return a tensor of the state of a parameter, spread over processes if that is."""
+    """Return a tensor of a parameter's state, a DTensor if it is sharded."""
     state = member.state
-    value: Tensor = state.whole(key) if isinstance(state, _State) else state[key]
+    value: Tensor = state.whole(key) if isinstance(state, _LocalState) else state[key]
     return value
 
 
-def groups(params: Sequence[Tensor]) -> list["ProcessGroup"]:
-    """Return the process groups, one per dimension of the mesh that `params` are spread over."""
+def mesh_groups(params: Sequence[Tensor]) -> list["ProcessGroup"]:
+    """Return the process groups of the first sharded parameter, one per dimension of its mesh."""
     for param in params:
         if is_sharded(param):
             return list(param.device_mesh.get_all_groups())  # type: ignore[attr-defined]
@@ -104,11 +103,11 @@ def groups(params: Sequence[Tensor]) -> list["ProcessGroup"]:
 
 
 def groups_of_parts(param: Tensor, beyond: int = 0) -> list["ProcessGroup"]:
-    """Return the process groups that hold different parts of a parameter, not copies of it.
+    """Return the process groups whose ranks hold different parts of a parameter, not copies.
 
     Args:
-        param: a parameter; there are none if it is not sharded.
-        beyond: only those along whose ranks it is cut in this dimension or a later one.
+        param: the parameter; without sharding there are no such groups.
+        beyond: consider sharding along this dimension of the parameter and later ones only.
     """
     if not is_sharded(param):
         return []
@@ -123,7 +122,7 @@ def groups_of_parts(param: Tensor, beyond: int = 0) -> list["ProcessGroup"]:
 
 
 def summed(value: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
-    """Return `value`, added up over the processes of every group."""
+    """Sum `value` in place over the processes of every group, and return it."""
     from torch import distributed
 
     for group in over:
@@ -134,28 +133,28 @@ def summed(value: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
 def summed_together(
     values: Sequence[Tensor], over: Sequence[Sequence["ProcessGroup"]]
 ) -> list[Tensor]:
-    """Return each value added up over groups of its own, in one sum for those with the same."""
+    """Return each value summed over its own groups, with one collective for equal groups."""
     alike: dict[tuple[ProcessGroup, ...], list[int]] = {}
-    for index, of_value in enumerate(over):
-        alike.setdefault(tuple(of_value), []).append(index)
+    for index, groups_of_value in enumerate(over):
+        alike.setdefault(tuple(groups_of_value), []).append(index)
     sums = list(values)
-    for of_values, indexes in alike.items():
-        if of_values:
-            some = [values[index] for index in indexes]
-            total = summed(torch.cat([value.reshape(-1) for value in some]), of_values)
-            parts = torch.split(total, [value.numel() for value in some])
-            for index, part_of_sum in zip(indexes, parts, strict=True):
-                sums[index] = part_of_sum.view_as(values[index])
+    for groups, indexes in alike.items():
+        if groups:
+            batch = [values[index] for index in indexes]
+            flat = summed(torch.cat([value.reshape(-1) for value in batch]), groups)
+            pieces = torch.split(flat, [value.numel() for value in batch])
+            for index, piece in zip(indexes, pieces, strict=True):
+                sums[index] = piece.view_as(values[index])
     return sums
 
 
-def laid_out_like(whole: Tensor, held: Tensor) -> "DTensor":
-    """Return a tensor spread like `whole`, of which this process holds `held`."""
+def from_local(whole: Tensor, local_part: Tensor) -> "DTensor":
+    """Return a DTensor with the layout of `whole`, given its local part."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(whole, DTensor)
     return DTensor.from_local(
-        held,
+        local_part,
         whole.device_mesh,
         whole.placements,
         run_check=False,
@@ -164,8 +163,8 @@ def laid_out_like(whole: Tensor, held: Tensor) -> "DTensor":
     )
 
 
-def cut(full: Tensor, whole: Tensor) -> Tensor:
-    """Return what this process holds of `full` if it is spread like `whole`."""
+def local_shard(full: Tensor, whole: Tensor) -> Tensor:
+    """Return the local part that `full` has in the layout of `whole`."""
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(whole, DTensor)

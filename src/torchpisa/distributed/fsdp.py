@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP: every replica is a node, and its shards hold its duals."""
+"""FSDP2 and HSDP: shard each replica, which is then one node with its own duals."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ def shard(
         **options: passed on to `fully_shard`.
 
     Returns:
-        The mesh of replicas: what the optimizer takes as `process_group`.
+        The mesh of replicas, for the optimizer's `process_group`.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard

@@ -1,12 +1,12 @@
-"""What is done to whole matrices of which processes hold parts or copies: one process does it.
+"""Compute with whole matrices that are sharded or replicated: each is the work of one process.
 
-Every matrix has an owner. If it is sharded, its parts go to the owner, and the parts of what the
-owner makes of it come back. If replicas are to share the work, the owner is in one of them, and
-the others get copies of the result. Owners are chosen so that all have about as much to do; every
-process knows them, since all choose alike.
+Every matrix has an owner. If the matrix is sharded, the owner receives its parts, computes, and
+sends the parts of the result back. If replicas share the work, the owner is in one of them, and the
+others receive copies of the result. Owners are chosen so that all have about the same work. The
+choice is deterministic, so every process knows all owners.
 
-Many matrices travel together: one all-to-all there and one back for as many as keep every process
-busy for a while, during which the next ones are on their way.
+Matrices travel in trips of many, with one all-to-all to the owners and one back. While one trip is
+computed the next one is on its way.
 """
 
 import math
@@ -23,12 +23,19 @@ from torchpisa.distributed import dtensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["by_owners", "check_replicas", "is_cut_once", "reached_elsewhere", "solve", "spread"]
+__all__ = [
+    "by_owners",
+    "check_replicas",
+    "is_sharded_once",
+    "shard_rows_like",
+    "solve",
+    "with_gradient_elsewhere",
+]
 
-# Elements that travel together, for every process that may own some of them.
-_STAGE = 2**23
+# The most elements of a trip, for every process that may own some of them.
+_TRIP_ELEMENTS = 2**23
 
-# Whole tensors of one matrix: itself, and what belongs to it.
+# A matrix and the tensors that belong to it.
 Tensors = list[Tensor]
 
 
@@ -36,25 +43,25 @@ Tensors = list[Tensor]
 def solve(
     bs: Sequence[Tensor],
     wholes: Sequence[Tensor],
-    solved: Callable[[Sequence[Tensor]], list[Tensor]],
+    function: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
-    """Return what a function makes of matrices of which this process holds parts.
+    """Apply a function to whole matrices of which this process holds parts.
 
     Args:
-        bs: the parts, of one device and dtype.
-        wholes: sharded tensors that are laid out like the matrices.
-        solved: takes and returns lists of whole matrices, flattened to two dimensions.
+        bs: the local parts, of one device and dtype.
+        wholes: DTensors with the layouts of the matrices.
+        function: takes and returns lists of whole matrices, flattened to two dimensions.
 
     Returns:
-        The parts of the results, shaped like `bs`.
+        The local parts of the results, shaped like `bs`.
     """
 
-    def solved_one_by_one(given: list[Tensors]) -> list[Tensors]:
+    def function_of_lists(given: list[Tensors]) -> list[Tensors]:
         matrices = [matrix for (matrix,) in given]
-        os = solved([matrix.flatten(1) for matrix in matrices])
+        os = function([matrix.flatten(1) for matrix in matrices])
         return [[o.view_as(matrix)] for o, matrix in zip(os, matrices, strict=True)]
 
-    results = by_owners([[b] for b in bs], [[whole] for whole in wholes], solved_one_by_one)
+    results = by_owners([[b] for b in bs], [[whole] for whole in wholes], function_of_lists)
     return [o for (o,) in results]
 
 
@@ -62,59 +69,59 @@ def solve(
 def by_owners(
     given: Sequence[Sequence[Tensor]],
     wholes: Sequence[Sequence[Tensor]],
-    solved: Callable[[list[Tensors]], list[Tensors]],
+    function: Callable[[list[Tensors]], list[Tensors]],
     *,
     returned: Sequence[int] = (0,),
     blocks: int = 1,
     replicas: "ProcessGroup | None" = None,
 ) -> list[Tensors]:
-    """Return what a function makes of matrices, each of which goes to one process.
+    """Apply a function to whole matrices, each at its owner.
 
     All processes call this with the same matrices in the same order.
 
     Args:
-        given: for each matrix what this process holds of it, and of tensors that belong to it; all
-            of one device and dtype.
-        wholes: tensors that are laid out like these: sharded ones, or plain ones of which every
-            process holds all.
-        solved: takes and returns, for each matrix, a list of whole tensors.
-        returned: the tensors it returns are laid out like these of the ones it takes.
-        blocks: every tensor consists of so many blocks along its first dimension, each of them a
-            matrix with an owner of its own. `solved` gets blocks.
-        replicas: processes that hold the same, and share the work; None if there are none, or if
-            each is to do all of it.
+        given: for each matrix the local parts of it and of the tensors that belong to it, all of
+            one device and dtype.
+        wholes: tensors with the layouts of `given`: DTensors, or plain tensors that every process
+            has in full.
+        function: takes and returns a list of whole tensors for each matrix.
+        returned: for each tensor that `function` returns, the index of the one in `given` that has
+            its layout.
+        blocks: the number of blocks in every tensor, along the first dimension. Each block is a
+            matrix with its own owner, and `function` takes blocks.
+        replicas: processes with the same tensors, which share the work; None if each does all.
 
     Returns:
-        For each matrix, what this process holds of the tensors that `solved` returns.
+        For each matrix, the local parts of the tensors that `function` returns.
     """
     results: list[Tensors] = [[] for _ in given]
-    cut_alike: dict[ProcessGroup | None, list[int]] = {}
+    by_group: dict[ProcessGroup | None, list[int]] = {}
     layouts = [[_layout(whole) for whole in of_matrix] for of_matrix in wholes]
     for index, (layout, *_) in enumerate(layouts):
         if layout is None:
-            results[index] = _everywhere(given[index], wholes[index], solved, returned, blocks)
+            results[index] = _everywhere(given[index], wholes[index], function, returned, blocks)
         else:
-            cut_alike.setdefault(layout.group, []).append(index)
-    for group, indexes in cut_alike.items():
-        known = [[layout for layout in layouts[i] if layout is not None] for i in indexes]
-        some = [given[index] for index in indexes]
-        exchange = _Exchange(some, known, returned, blocks, group, replicas)
-        for index, result in zip(indexes, exchange.run(solved), strict=True):
+            by_group.setdefault(layout.group, []).append(index)
+    for group, indexes in by_group.items():
+        group_layouts = [[layout for layout in layouts[i] if layout is not None] for i in indexes]
+        group_given = [given[index] for index in indexes]
+        exchange = _Exchange(group_given, group_layouts, returned, blocks, group, replicas)
+        for index, result in zip(indexes, exchange.run(function), strict=True):
             results[index] = result
     return results
 
 
-def is_cut_once(whole: Tensor) -> bool:
-    """Return whether a tensor is sharded along one dimension of its mesh at most."""
+def is_sharded_once(whole: Tensor) -> bool:
+    """Return whether a tensor is sharded along at most one dimension of its mesh."""
     return _layout(whole) is not None
 
 
-def spread(full: Tensor, whole: Tensor) -> Tensor:
-    """Return `full`, which every process has, as a tensor that is cut by rows where `whole` is cut.
+def shard_rows_like(full: Tensor, whole: Tensor) -> Tensor:
+    """Shard the rows of a tensor along the mesh dimension along which another one is sharded.
 
     Args:
-        full: a tensor that belongs to `whole`, of any shape.
-        whole: a tensor that `is_cut_once`.
+        full: the tensor, which every process has in full.
+        whole: the other one, for which `is_sharded_once` is true.
     """
     if not dtensor.is_sharded(whole):
         return full
@@ -132,7 +139,7 @@ def spread(full: Tensor, whole: Tensor) -> Tensor:
         from torch import distributed
 
         of_full = layout._replace(shape=tuple(full.shape), dim=0)
-        first, last = of_full.held_by(distributed.get_rank(layout.group))
+        first, last = of_full.bounds(distributed.get_rank(layout.group))
         held = full[first:last].clone()
     return DTensor.from_local(
         held, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
@@ -140,7 +147,7 @@ def spread(full: Tensor, whole: Tensor) -> Tensor:
 
 
 def check_replicas(params: Sequence[Tensor], replicas: "ProcessGroup") -> None:
-    """Raise ValueError if processes that are to hold the same hold parts of a parameter."""
+    """Raise ValueError if two processes of `replicas` hold different parts of a parameter."""
     from torch import distributed
 
     ours = set(distributed.get_process_group_ranks(replicas))
@@ -158,15 +165,15 @@ def check_replicas(params: Sequence[Tensor], replicas: "ProcessGroup") -> None:
             )
 
 
-def reached_elsewhere(params: Sequence[Tensor], over: Sequence["ProcessGroup"]) -> set[int]:
-    """Return the `id` of parameters that have a gradient on other processes, but not on this one.
+def with_gradient_elsewhere(params: Sequence[Tensor], over: Sequence["ProcessGroup"]) -> set[int]:
+    """Return the `id` of parameters that have a gradient on other processes but not on this one.
 
-    All processes call it. One that has all gradients does not wait for what the others have: a
-    parameter without a gradient anywhere lacks one here, too.
+    All processes call it. One that has all gradients does not read the result, and so does not
+    wait for the others.
 
     Args:
         params: the parameters, the same on all processes.
-        over: the groups of processes that share them.
+        over: the process groups that share them.
     """
     from torchpisa.distributed.process_group import on_device
 
@@ -179,22 +186,22 @@ def reached_elsewhere(params: Sequence[Tensor], over: Sequence["ProcessGroup"]) 
         return set()
     return {
         id(param)
-        for param, here, count in zip(params, has_gradient, flags.tolist(), strict=True)
-        if count and not here
+        for param, is_local, count in zip(params, has_gradient, flags.tolist(), strict=True)
+        if count and not is_local
     }
 
 
-# Where the parts lie
+# Layouts: the parts of each process
 
 
 class _Layout(NamedTuple):
-    """How a tensor is cut: into equal chunks along a dimension, of which the last may be shorter.
+    """A sharding into equal chunks along one dimension; the last chunks may be shorter or empty.
 
     Attributes:
-        shape: of the whole tensor.
-        dim: the dimension; None if every process holds all of it.
+        shape: the shape of the whole tensor.
+        dim: the dimension; None if every process has the whole tensor.
         group: the processes that hold the chunks, in order.
-        processes: how many they are.
+        processes: their number.
     """
 
     shape: tuple[int, ...]
@@ -202,8 +209,8 @@ class _Layout(NamedTuple):
     group: "ProcessGroup | None" = None
     processes: int = 1
 
-    def held_by(self, process: int) -> tuple[int, int]:
-        """Return the first index along `dim` that a process holds, and the one after the last."""
+    def bounds(self, process: int) -> tuple[int, int]:
+        """Return the first index along `dim` of a process's chunk, and the one after its last."""
         assert self.dim is not None
         length = self.shape[self.dim]
         chunk = -(-length // self.processes)
@@ -211,7 +218,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(whole: Tensor) -> _Layout | None:
-    """Return how a tensor is cut; None if it is in another way than `_Layout` can say."""
+    """Return the layout of a tensor; None if `_Layout` cannot describe it."""
     shape = tuple(whole.shape)
     if not dtensor.is_sharded(whole):
         return _Layout(shape)
@@ -227,19 +234,19 @@ def _layout(whole: Tensor) -> _Layout | None:
     if not cuts:
         return _Layout(shape)
     (mesh_dim, placement), *others = cuts
-    if others or type(placement) is not Shard:  # subclasses cut in other ways
+    if others or type(placement) is not Shard:  # subclasses shard in other ways
         return None
     return _Layout(shape, placement.dim, mesh.get_group(mesh_dim), mesh.size(mesh_dim))
 
 
 class _Matrix(NamedTuple):
-    """A matrix on its way.
+    """A matrix and its owner.
 
     Attributes:
-        position: where it is in the caller's list.
-        block: which block of it this is.
-        replica: the replica in which its owner is.
-        owner: its owner, among the processes that hold parts of it.
+        position: index of the matrix in the caller's list.
+        block: index of the block.
+        replica: the replica of the owner.
+        owner: the owner's rank in the group that holds parts of the matrix.
     """
 
     position: int
@@ -249,13 +256,13 @@ class _Matrix(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What a process holds of a block.
+    """The part of a block that a process holds.
 
     Attributes:
-        shape: its shape.
-        axis: the dimension along which the block is cut.
-        start: where the piece begins in the block.
-        offset: where it begins, along the first dimension, in what the process holds.
+        shape: the shape of the piece.
+        axis: the dimension along which the block is sharded.
+        start: index along `axis` at which the piece begins in the block.
+        offset: index of the first row of the piece in the process's local tensor.
     """
 
     shape: tuple[int, ...]
@@ -265,16 +272,16 @@ class _Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
-    def of_block(self, block: Tensor) -> Tensor:
-        """Return the piece of a whole block."""
+    def from_block(self, block: Tensor) -> Tensor:
+        """Return the piece as a view of a whole block."""
         return block.narrow(self.axis, self.start, self.shape[self.axis])
 
-    def of_part(self, part: Tensor) -> Tensor:
-        """Return the piece of what the process holds of the whole tensor."""
-        return part.narrow(0, self.offset, self.shape[0])
+    def from_local(self, local: Tensor) -> Tensor:
+        """Return the piece as a view of the process's local tensor."""
+        return local.narrow(0, self.offset, self.shape[0])
 
 
 def _piece(layout: _Layout, block: int, blocks: int, process: int) -> _Piece:
@@ -283,7 +290,7 @@ def _piece(layout: _Layout, block: int, blocks: int, process: int) -> _Piece:
     shape = [rows, *layout.shape[1:]]
     if layout.dim is None:
         return _Piece(tuple(shape), 0, 0, first)
-    low, high = layout.held_by(process)
+    low, high = layout.bounds(process)
     if layout.dim > 0:
         shape[layout.dim] = high - low
         return _Piece(tuple(shape), layout.dim, low, first)
@@ -292,18 +299,24 @@ def _piece(layout: _Layout, block: int, blocks: int, process: int) -> _Piece:
     return _Piece(tuple(shape), 0, start, first + start - low if stop > start else 0)
 
 
-# Who does what
+# Owners
 
 
-class _Work(NamedTuple):
-    """What a matrix costs: rows, columns, and the only process that holds any of it, if so."""
+class _Task(NamedTuple):
+    """The size of a matrix.
+
+    Attributes:
+        rows: the number of rows.
+        cols: the number of columns.
+        holder: the process that holds all of it; None if several hold parts.
+    """
 
     rows: int
     cols: int
     holder: int | None
 
 
-def _work(layout: _Layout, block: int, blocks: int) -> _Work:
+def _task(layout: _Layout, block: int, blocks: int) -> _Task:
     rows, *others = (layout.shape[0] // blocks, *layout.shape[1:])
     holder = None
     if layout.dim == 0:
@@ -312,55 +325,57 @@ def _work(layout: _Layout, block: int, blocks: int) -> _Work:
         holder = first // chunk if first // chunk == last // chunk else None
     if blocks > 1 and rows == 1:  # an entry of a stack
         rows, *others = others
-    return _Work(rows, math.prod(others), holder)
+    return _Task(rows, math.prod(others), holder)
 
 
 @lru_cache(maxsize=64)
-def _stages(
-    work: tuple[_Work, ...], replicas: int, processes: int, most: int
+def _trips(
+    tasks: tuple[_Task, ...], replicas: int, processes: int, limit: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Return matrices that travel together, with their owners.
+    """Divide matrices into trips, and choose their owners.
 
     Args:
-        work: the matrices.
-        replicas: replicas to choose owners from.
-        processes: processes of each.
-        most: elements that travel together, for every process; a single matrix may have more.
+        tasks: the matrices.
+        replicas: the number of replicas to choose owners from.
+        processes: the number of processes of each.
+        limit: the most elements of a trip, per process; a single matrix may have more.
 
     Returns:
-        By stage: number of the matrix, replica and process.
+        By trip: index of the matrix, replica and process.
     """
-    most *= replicas * processes
-    # Of one shape together, because they are solved for in one batch; large ones first.
-    order = sorted(range(len(work)), key=lambda i: (-work[i].rows * work[i].cols, work[i].rows, i))
+    limit *= replicas * processes
+    # Large matrices first, and equal shapes together, because they are computed in one batch.
+    order = sorted(
+        range(len(tasks)), key=lambda i: (-tasks[i].rows * tasks[i].cols, tasks[i].rows, i)
+    )
     load = {(replica, owner): 0 for replica in range(replicas) for owner in range(processes)}
-    stages: list[list[tuple[int, int, int]]] = []
+    trips: list[list[tuple[int, int, int]]] = []
     elements = 0
     for number in order:
-        rows, cols, holder = work[number]
-        if not stages or elements + rows * cols > most:
-            stages.append([])
+        rows, cols, holder = tasks[number]
+        if not trips or elements + rows * cols > limit:
+            trips.append([])
             elements = 0
         elements += rows * cols
-        able = load if holder is None else [place for place in load if place[1] == holder]
-        owner = min(able, key=lambda place: (load[place], place))
+        candidates = load if holder is None else [place for place in load if place[1] == holder]
+        owner = min(candidates, key=lambda place: (load[place], place))
         load[owner] += rows * cols * min(rows, cols)
-        stages[-1].append((number, *owner))
-    return stages
+        trips[-1].append((number, *owner))
+    return trips
 
 
-# The journey
+# The exchange
 
 
 @dataclass
-class _Travel:
-    """Numbers under way between processes, and the memory they come from.
+class _Transfer:
+    """A collective under way.
 
     Attributes:
-        work: what to wait for.
-        sent: kept until then.
-        received: where they arrive.
-        sizes: how many come from each process.
+        work: waits for it; None if there is nothing to wait for.
+        sent: the memory that is sent, kept alive until then.
+        received: the memory that is received.
+        sizes: the number of elements from each process.
     """
 
     work: "Work | None"
@@ -368,23 +383,23 @@ class _Travel:
     received: Tensor
     sizes: list[int]
 
-    def arrived(self) -> list[Tensor]:
-        """Wait; return what has come from each process."""
+    def wait(self) -> list[Tensor]:
+        """Return what each process has sent, once it has arrived."""
         if self.work is not None:
             self.work.wait()
         return list(torch.split(self.received, self.sizes))
 
 
 class _Exchange:
-    """Matrices that are cut over the same processes, or not at all, on their way; see `by_owners`.
+    """The exchange of matrices that are sharded over one process group; see `by_owners`.
 
     Args:
-        given: what this process holds.
-        layouts: how it is cut.
-        returned: the tensors that come back are laid out like these.
-        blocks: of every tensor.
-        group: the processes that hold the parts; None if this one holds all.
-        replicas: processes that hold the same.
+        given: the local parts.
+        layouts: the layouts of their tensors.
+        returned: indexes of the layouts of the returned tensors.
+        blocks: the number of blocks of every tensor.
+        group: the processes that hold the parts; None if every process has whole tensors.
+        replicas: processes with the same tensors.
     """
 
     def __init__(
@@ -413,70 +428,71 @@ class _Exchange:
             self._replica_count = distributed.get_world_size(replicas)
             self._replica = distributed.get_rank(replicas)
 
-    def run(self, solved: Callable[[list[Tensors]], list[Tensors]]) -> list[Tensors]:
-        """Send, solve, send back; return what this process holds of the results."""
-        stages = self._plan()
-        ahead = self._to_owners(stages[0]) if stages else None
-        coming_back: list[_Travel] = []
-        shared: list[list[_Travel | list[Tensor]]] = []
-        for stage, following in zip(stages, [*stages[1:], None], strict=True):
-            here = ahead
-            ahead = None if following is None else self._to_owners(following)
-            mine = self._owned(stage, self._rank)
-            matrices = self._assembled(mine, here)
-            results = solved(matrices) if mine else []
+    def run(self, function: Callable[[list[Tensors]], list[Tensors]]) -> list[Tensors]:
+        """Apply `function` at the owners; return the local parts of the results."""
+        trips = self._plan()
+        next_inbound = self._to_owners(trips[0]) if trips else None
+        outbound: list[_Transfer] = []
+        shared: list[list[_Transfer | list[Tensor]]] = []
+        for trip, next_trip in zip(trips, [*trips[1:], None], strict=True):
+            inbound = next_inbound
+            next_inbound = None if next_trip is None else self._to_owners(next_trip)
+            mine = self._owned(trip, self._rank)
+            matrices = self._assembled(mine, inbound)
+            results = function(matrices) if mine else []
             if self._group is None:
                 pieces = [tensor.reshape(-1) for of_matrix in results for tensor in of_matrix]
-                shared.append(self._share(stage, pieces))
+                shared.append(self._share(trip, pieces))
             else:
-                coming_back.append(self._back(stage, mine, results))
+                outbound.append(self._from_owners(trip, mine, results))
         if self._group is not None:
-            for stage, travel in zip(stages, coming_back, strict=True):
-                shared.append(self._share(stage, self._arrived(stage, travel)))
-        for stage, of_replicas in zip(stages, shared, strict=True):
-            for replica, back in enumerate(of_replicas):
-                self._deliver([m for m in stage if m.replica == replica], back)
+            for trip, transfer in zip(trips, outbound, strict=True):
+                shared.append(self._share(trip, self._collected(trip, transfer)))
+        for trip, by_replica in zip(trips, shared, strict=True):
+            for replica, arriving in enumerate(by_replica):
+                self._deliver([m for m in trip if m.replica == replica], arriving)
         return self._results
 
     def _plan(self) -> list[list[_Matrix]]:
         matrices = [
             (index, block) for index in range(len(self._given)) for block in range(self._blocks)
         ]
-        work = tuple(
-            _work(self._layouts[index][0], block, self._blocks) for index, block in matrices
+        tasks = tuple(
+            _task(self._layouts[index][0], block, self._blocks) for index, block in matrices
         )
-        stages = _stages(work, self._replica_count, self._size, _STAGE)
+        trips = _trips(tasks, self._replica_count, self._size, _TRIP_ELEMENTS)
         return [
-            [_Matrix(*matrices[number], replica, owner) for number, replica, owner in stage]
-            for stage in stages
+            [_Matrix(*matrices[number], replica, owner) for number, replica, owner in trip]
+            for trip in trips
         ]
 
-    def _owned(self, stage: Sequence[_Matrix], owner: int) -> list[_Matrix]:
-        """Return the matrices that a process of this replica owns."""
-        return [m for m in stage if m.owner == owner and m.replica == self._replica]
+    def _owned(self, trip: Sequence[_Matrix], owner: int) -> list[_Matrix]:
+        """Return the matrices of a trip that a process of this replica owns."""
+        return [m for m in trip if m.owner == owner and m.replica == self._replica]
 
     def _pieces(
         self, matrix: _Matrix, layouts: Sequence[Sequence[_Layout]], process: int
     ) -> list[_Piece]:
-        """Return what a process holds of the tensors of a matrix."""
+        """Return the pieces of a matrix, and of its tensors, that a process holds."""
         block, blocks = matrix.block, self._blocks
         return [_piece(layout, block, blocks, process) for layout in layouts[matrix.position]]
 
     def _sizes(
         self, matrices: Sequence[_Matrix], layouts: Sequence[Sequence[_Layout]], process: int
     ) -> list[int]:
-        """Return how many elements a process holds of each tensor of each matrix."""
+        """Return the number of elements that a process holds of each tensor of each matrix."""
         return [
             piece.numel for matrix in matrices for piece in self._pieces(matrix, layouts, process)
         ]
 
-    def _to_owners(self, stage: Sequence[_Matrix]) -> _Travel | None:
+    def _to_owners(self, trip: Sequence[_Matrix]) -> _Transfer | None:
+        """Start sending the local parts of a trip's matrices to their owners."""
         if self._group is None:
             return None
         parcels = [
             [
-                piece.of_part(part).reshape(-1)
-                for matrix in self._owned(stage, owner)
+                piece.from_local(part).reshape(-1)
+                for matrix in self._owned(trip, owner)
                 for part, piece in zip(
                     self._given[matrix.position],
                     self._pieces(matrix, self._layouts, self._rank),
@@ -485,16 +501,16 @@ class _Exchange:
             ]
             for owner in range(self._size)
         ]
-        mine = self._owned(stage, self._rank)
+        mine = self._owned(trip, self._rank)
         sizes = [sum(self._sizes(mine, self._layouts, source)) for source in range(self._size)]
         return self._send(parcels, sizes)
 
-    def _assembled(self, mine: Sequence[_Matrix], here: _Travel | None) -> list[Tensors]:
+    def _assembled(self, mine: Sequence[_Matrix], inbound: _Transfer | None) -> list[Tensors]:
         """Return the whole tensors of the matrices that this process owns."""
-        if here is None:
+        if inbound is None:
             return [
                 [
-                    piece.of_part(part)
+                    piece.from_local(part)
                     for part, piece in zip(
                         self._given[matrix.position],
                         self._pieces(matrix, self._layouts, 0),
@@ -505,7 +521,7 @@ class _Exchange:
             ]
         flat = [
             iter(torch.split(received, self._sizes(mine, self._layouts, source)))
-            for source, received in enumerate(here.arrived())
+            for source, received in enumerate(inbound.wait())
         ]
         assembled = []
         for matrix in mine:
@@ -523,13 +539,13 @@ class _Exchange:
             )
         return assembled
 
-    def _back(
-        self, stage: Sequence[_Matrix], mine: Sequence[_Matrix], results: Sequence[Tensors]
-    ) -> _Travel:
-        """Send the parts of results to those who hold them."""
+    def _from_owners(
+        self, trip: Sequence[_Matrix], mine: Sequence[_Matrix], results: Sequence[Tensors]
+    ) -> _Transfer:
+        """Start sending the parts of results from their owners to the processes that hold them."""
         parcels = [
             [
-                piece.of_block(tensor).reshape(-1)
+                piece.from_block(tensor).reshape(-1)
                 for matrix, of_matrix in zip(mine, results, strict=True)
                 for tensor, piece in zip(
                     of_matrix, self._pieces(matrix, self._returned, target), strict=True
@@ -538,60 +554,60 @@ class _Exchange:
             for target in range(self._size)
         ]
         sizes = [
-            sum(self._sizes(self._owned(stage, owner), self._returned, self._rank))
+            sum(self._sizes(self._owned(trip, owner), self._returned, self._rank))
             for owner in range(self._size)
         ]
         return self._send(parcels, sizes)
 
-    def _arrived(self, stage: Sequence[_Matrix], travel: _Travel) -> list[Tensor]:
-        """Return pieces of the matrices that were solved in this replica, in the stage's order."""
+    def _collected(self, trip: Sequence[_Matrix], transfer: _Transfer) -> list[Tensor]:
+        """Return the local pieces of this replica's results, in the order of the trip."""
         from_owners = []
-        for owner, received in enumerate(travel.arrived()):
-            sizes = self._sizes(self._owned(stage, owner), self._returned, self._rank)
+        for owner, received in enumerate(transfer.wait()):
+            sizes = self._sizes(self._owned(trip, owner), self._returned, self._rank)
             from_owners.append(iter(torch.split(received, sizes)))
         return [
             next(from_owners[matrix.owner])
-            for matrix in stage
+            for matrix in trip
             if matrix.replica == self._replica
             for _ in self._returned[matrix.position]
         ]
 
     def _share(
-        self, stage: Sequence[_Matrix], pieces: list[Tensor]
-    ) -> list[_Travel | list[Tensor]]:
-        """Send the replicas what was solved in this one; return what comes from each."""
+        self, trip: Sequence[_Matrix], pieces: list[Tensor]
+    ) -> list[_Transfer | list[Tensor]]:
+        """Send this replica's results to the others; return the results of each replica."""
         if self._replicas is None:
             return [pieces]
         from torch import distributed
 
-        travels: list[_Travel | list[Tensor]] = []
+        transfers: list[_Transfer | list[Tensor]] = []
         for replica in range(self._replica_count):
-            solved = [matrix for matrix in stage if matrix.replica == replica]
-            if not solved:
-                travels.append([])
+            matrices = [matrix for matrix in trip if matrix.replica == replica]
+            if not matrices:
+                transfers.append([])
                 continue
-            sizes = self._sizes(solved, self._returned, self._rank)
-            here = replica == self._replica
-            flat = torch.cat(pieces) if here else self._given[0][0].new_empty(sum(sizes))
+            sizes = self._sizes(matrices, self._returned, self._rank)
+            is_source = replica == self._replica
+            flat = torch.cat(pieces) if is_source else self._given[0][0].new_empty(sum(sizes))
             source = distributed.get_global_rank(self._replicas, replica)
             work = distributed.broadcast(flat, source, group=self._replicas, async_op=True)
-            travels.append(_Travel(work, flat, flat, sizes))
-        return travels
+            transfers.append(_Transfer(work, flat, flat, sizes))
+        return transfers
 
-    def _deliver(self, matrices: Sequence[_Matrix], back: _Travel | list[Tensor]) -> None:
-        """Put pieces of results where the caller finds them."""
-        arrived = iter(back.arrived() if isinstance(back, _Travel) else back)
+    def _deliver(self, matrices: Sequence[_Matrix], arriving: _Transfer | list[Tensor]) -> None:
+        """Write pieces of results into the tensors that `run` returns."""
+        pieces = iter(arriving.wait() if isinstance(arriving, _Transfer) else arriving)
         for matrix in matrices:
             results = self._results[matrix.position]
             for place, piece in enumerate(self._pieces(matrix, self._returned, self._rank)):
-                received = next(arrived).view(piece.shape)
+                received = next(pieces).view(piece.shape)
                 if self._blocks == 1:
                     results[place] = received
                 else:
-                    piece.of_part(results[place]).copy_(received)
+                    piece.from_local(results[place]).copy_(received)
 
-    def _send(self, parcels: Sequence[Sequence[Tensor]], sizes: list[int]) -> _Travel:
-        """Send a list of flat tensors to each process; `sizes` are of what comes from each."""
+    def _send(self, parcels: Sequence[Sequence[Tensor]], sizes: list[int]) -> _Transfer:
+        """Start sending flat tensors to each process; `sizes` are the elements from each."""
         from torch import distributed
 
         like = self._given[0][0]
@@ -605,22 +621,22 @@ class _Exchange:
             group=self._group,
             async_op=True,
         )
-        return _Travel(work, sent, received, sizes)
+        return _Transfer(work, sent, received, sizes)
 
 
 def _everywhere(
     given: Sequence[Tensor],
     wholes: Sequence[Tensor],
-    solved: Callable[[list[Tensors]], list[Tensors]],
+    function: Callable[[list[Tensors]], list[Tensors]],
     returned: Sequence[int],
     blocks: int,
 ) -> Tensors:
-    """Return what `by_owners` does for a matrix that is cut in another way: all solve for it."""
+    """Apply a function to a matrix with an unusual layout: every process computes all of it."""
     full = [
-        dtensor.laid_out_like(whole, part).full_tensor()
+        dtensor.from_local(whole, part).full_tensor()
         for whole, part in zip(wholes, given, strict=True)
     ]
-    cut = (each.chunk(blocks) for each in full)
-    of_blocks = solved([list(parts) for parts in zip(*cut, strict=True)])
-    joined = [torch.cat(parts) for parts in zip(*of_blocks, strict=True)]
-    return [dtensor.cut(o, wholes[i]) for o, i in zip(joined, returned, strict=True)]
+    chunks = (tensor.chunk(blocks) for tensor in full)
+    by_block = function([list(tensors) for tensors in zip(*chunks, strict=True)])
+    joined = [torch.cat(tensors) for tensors in zip(*by_block, strict=True)]
+    return [dtensor.local_shard(o, wholes[i]) for o, i in zip(joined, returned, strict=True)]

@@ -1,13 +1,13 @@
-"""A round over the ranks of a process group: who contributes what, and what crosses the network.
+"""Rounds over the ranks of a process group: contributions, sums over ranks, and the consensus.
 
 Every rank is a node of the paper, or holds several. In a round it adds up the contributions of its
-own batches in `pending`; the sum of those over all ranks is what the consensus needs. This is all
-that crosses the network, besides a short line of numbers per round.
+own batches in `pending`, and the consensus needs the sum of those over all ranks. Nothing else
+crosses the network but a few numbers per round.
 
-Every rank joins every collective of every round, in the same order, whatever happened to its
-batches: one that was left out contributes its dual. A parameter that no batch of any rank reached
-is left alone, but a rank knows only its own batches when it has to contribute. So it contributes
-what is right if another rank reached the parameter, and takes that back if none did.
+Every rank joins every collective of every round, in the same order, even if its batches are absent:
+they contribute their duals. A parameter without a gradient on all ranks must not change. But when a
+rank contributes, it does not know about the others. So it assumes that another rank has a gradient,
+and undoes its contribution if none has.
 """
 
 import gc
@@ -25,7 +25,7 @@ from torchpisa.distributed.dtensor import is_sharded, local
 from torchpisa.kernels.dispatch import Plans
 from torchpisa.kernels.job import Member, real
 from torchpisa.optim import arguments
-from torchpisa.optim.round import Part, Round, Totals, consensus, contribute_missing, finish
+from torchpisa.optim.round import Part, Round, Totals, clear_arrived, consensus, contribute_missing
 from torchpisa.torch_private import ddp_hooks
 
 if TYPE_CHECKING:
@@ -36,28 +36,28 @@ __all__ = ["Attached", "Lockstep", "Ranks", "group_of", "join", "on_device"]
 
 T = TypeVar("T")
 
-# What DistributedDataParallel cuts gradients into.
+# Size of the buckets that cross the network, DistributedDataParallel's default.
 BUCKET_BYTES = 25 * 2**20
-# Where kernels read and write widest.
+# Alignment, in bytes, with which kernels are fastest.
 _ALIGNMENT = 16
 
 
 def join(process_group: Any, reduce_dtype: torch.dtype | None) -> "Ranks | None":
-    """Return the ranks of `process_group`, or None if there is nobody to talk to.
+    """Return the ranks of `process_group`, or None without a group or with a single rank.
 
     Args:
         process_group: a process group, a one-dimensional device mesh, or None.
-        reduce_dtype: what contributions cross the network in.
+        reduce_dtype: the dtype in which contributions cross the network.
     """
     group = None if process_group is None else group_of("process_group", process_group)
     return None if group is None else Ranks(group, reduce_dtype)
 
 
 def group_of(name: str, given: Any) -> "ProcessGroup | None":
-    """Return a process group, or None if it has no other ranks than this one.
+    """Return a process group, or None if it has a single rank.
 
     Args:
-        name: the argument by which it was given.
+        name: name of the argument, for error messages.
         given: a process group or a one-dimensional device mesh.
     """
     from torch import distributed
@@ -80,7 +80,13 @@ def group_of(name: str, given: Any) -> "ProcessGroup | None":
 
 @dataclass(frozen=True)
 class _Sent:
-    """A sum under way, and where it goes when it has arrived."""
+    """A bucket whose sum over all ranks is under way.
+
+    Attributes:
+        work: waits for the sum.
+        wire: the memory that is summed, in the dtype that crosses the network.
+        flat: the memory to copy the sum to.
+    """
 
     work: "Work"
     wire: Tensor
@@ -88,18 +94,18 @@ class _Sent:
 
 
 class Attached(Protocol):
-    """A model whose backward pass takes parts of the steps."""
+    """A model whose backward pass steps parameters bucket by bucket."""
 
     @property
     def model(self) -> torch.nn.Module:
         """The model."""
 
-    def expect(self, slot: int) -> None:
-        """Raise RuntimeError if the backward pass has not taken its part of this batch's step."""
+    def before_step(self, slot: int) -> None:
+        """Finish what the backward pass began; raise RuntimeError if it did not run."""
 
 
-class _Doubt(NamedTuple):
-    """A parameter that no batch of this rank reached, and its state before the contribution."""
+class _Tentative(NamedTuple):
+    """A parameter without a gradient on this rank, and its state before the contribution."""
 
     member: Member
     before: dict[str, Tensor]
@@ -110,11 +116,11 @@ class Ranks:
 
     Attributes:
         group: the process group.
-        size: number of ranks.
-        rank: this one.
+        size: the number of ranks.
+        rank: the number of this rank.
         all_shares: alpha_i of all nodes, by rank and slot.
-        attached: the model whose backward pass takes parts of the steps, if there is one.
-        begun: whether it has, of the step that is due.
+        attached: the model whose backward pass steps parameters, if any.
+        step_begun: True if that pass has stepped some parameters, and `step()` has to follow.
     """
 
     def __init__(self, group: "ProcessGroup", reduce_dtype: torch.dtype | None) -> None:
@@ -125,12 +131,12 @@ class Ranks:
         self.rank: int = distributed.get_rank(group)
         self.all_shares: list[float] = []
         self.attached: Attached | None = None
-        self.begun = False
+        self.step_begun = False
         self._reduce_dtype = reduce_dtype
         self._lockstep = Lockstep(self.size)
         self._under_way: list[_Sent] = []
         self._contributed: set[int] = set()
-        self._doubts: dict[int, _Doubt] = {}
+        self._tentative: dict[int, _Tentative] = {}
         self._unreached: set[int] = set()
         self._saw_no_averages = False
 
@@ -155,7 +161,7 @@ class Ranks:
                 )
 
     def shares(self, weights: Sequence[float] | None, batches: int) -> list[float]:
-        """Return alpha_i of this rank's batches, from the weights of all ranks' batches."""
+        """Return alpha_i of this rank's batches, normalised over the batches of all ranks."""
         given = self.gather((batches, weights if weights is None else [float(w) for w in weights]))
         kinds = [(count, weights is None) for count, weights in given]
         if any(kind != kinds[0] for kind in kinds):
@@ -171,8 +177,8 @@ class Ranks:
         self.all_shares = arguments.shares(everyone, batches * self.size)
         return self.all_shares[self.rank * batches : (self.rank + 1) * batches]
 
-    def add(self, params: Sequence[Tensor]) -> None:
-        """Agree on parameters that all ranks add; they take the values of the first rank."""
+    def add_params(self, params: Sequence[Tensor]) -> None:
+        """Check that all ranks add the same parameters, and copy the values of the first rank."""
         self._refuse_shards(params)
         self.agree("the number of parameters", len(params))
         kinds = self.gather([_kind(param) for param in params])
@@ -186,7 +192,7 @@ class Ranks:
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite `tensors` by those of the first rank, as DistributedDataParallel does."""
+        """Overwrite `tensors` with those of the first rank, as DistributedDataParallel does."""
         from torch import distributed
 
         first = distributed.get_global_rank(self.group, 0)
@@ -198,19 +204,19 @@ class Ranks:
 
     # The round
 
-    def stepped(self) -> None:
-        """Note that a batch was stepped, or is absent."""
-        self._lockstep.stepped()
-
-    def cleared(self, params: Sequence[Tensor]) -> None:
-        """Note that gradients are about to be cleared."""
-        self._lockstep.cleared(params)
-
-    def expect(self, slot: int, params: Sequence[Tensor]) -> None:
-        """Raise if gradients are not what a rank's step for a batch needs."""
+    def before_step(self, slot: int, params: Sequence[Tensor]) -> None:
+        """Prepare the step of a batch; raise if its gradients were averaged over ranks."""
         if self.attached is not None:
-            self.attached.expect(slot)
+            self.attached.before_step(slot)
         self._refuse_averages(params)
+
+    def on_step(self) -> None:
+        """Handle `step()` or `skip()`."""
+        self._lockstep.on_step()
+
+    def on_zero_grad(self, params: Sequence[Tensor]) -> None:
+        """Handle `zero_grad()`, before gradients are cleared."""
+        self._lockstep.on_zero_grad(params)
 
     @torch.no_grad()
     def contribute(
@@ -220,27 +226,27 @@ class Ranks:
         round: Round,
         limit: float = BUCKET_BYTES,
     ) -> None:
-        """Complete what this rank's batches contribute to `members`, and send it.
+        """Complete the contributions of this rank's batches to `members`, and send them.
 
-        All ranks contribute to the same members in the same order.
+        All ranks call this with the same members in the same order.
 
         Args:
-            parts: all parameters, by rule.
-            members: some of them.
-            round: where it stands.
-            limit: bytes that cross the network in one go.
+            parts: all parameters, by group and rule.
+            members: the parameters to contribute to, by part.
+            round: the open round.
+            limit: the most bytes to send together.
         """
-        for part, of_part in zip(parts, members, strict=True):
-            for member in of_part:
+        for part, part_members in zip(parts, members, strict=True):
+            for member in part_members:
                 if member.state["arrived"]:
                     continue
                 self._unreached.add(id(member.origin))
                 if round.present:  # otherwise only duals are contributed, and nothing changes
-                    self._doubts[id(member.origin)] = _Doubt(member, _copies(member))
-            contribute_missing(part, of_part, round)
-        together = [member for of_part in members for member in of_part]
-        self._contributed |= {id(member.origin) for member in together}
-        self._send(together, limit)
+                    self._tentative[id(member.origin)] = _Tentative(member, _copies(member))
+            contribute_missing(part, part_members, round)
+        complete = [member for part_members in members for member in part_members]
+        self._contributed |= {id(member.origin) for member in complete}
+        self._send(complete, limit)
 
     def close(
         self,
@@ -250,72 +256,74 @@ class Ranks:
         problem: bool,
         plans: Plans,
     ) -> int:
-        """Send the rest, wait for the others, and take the consensus; see `Peers`."""
+        """Send what is left, wait for the other ranks, and take the consensus; see `Peers`."""
         rest = [
-            [m for m in of_part if id(m.origin) not in self._contributed] for of_part in members
+            [m for m in part_members if id(m.origin) not in self._contributed]
+            for part_members in members
         ]
         self.contribute(parts, rest, round)
-        everyone = [member for of_part in members for member in of_part]
+        everyone = [member for part_members in members for member in part_members]
         device = everyone[0].param.device if everyone else torch.device("cpu")
         present: Scalar = len(round.present) if round.kept is None else round.kept.sum()
         reached = [float(id(member.origin) not in self._unreached) for member in everyone]
-        # Where sigma follows gradients, one for each parameter. Of rho, only where the consensus
-        # has a proximal term.
-        of_parts: list[list[Scalar]] = []
-        for part, of_part in zip(parts, members, strict=True):
-            totals = part.totals(of_part)
-            if part.follows:
-                of_parts.append(list(totals.sigma.values()))
+        # Totals of each part: S, or one S per parameter where sigma follows gradients; and the sum
+        # of rho, which only a proximal term needs.
+        part_totals: list[list[Scalar]] = []
+        for part, part_members in zip(parts, members, strict=True):
+            totals = part.totals(part_members)
+            if part.sigma_follows:
+                part_totals.append(list(totals.sigma.values()))
             elif part.preconditioner.proximal is not None:
-                of_parts.append([totals.sigma, totals.rho])
+                part_totals.append([totals.sigma, totals.rho])
             else:
-                of_parts.append([totals.sigma])
-        numbers = [number for values in of_parts for number in values]
-        first = len(numbers)  # of the other numbers
+                part_totals.append([totals.sigma])
+        numbers = [number for totals_of_part in part_totals for number in totals_of_part]
+        first = len(numbers)  # index of the first number that is not a total
         numbers += [present, float(problem), *reached, *self._lockstep.numbers]
         total = self.sum(numbers, device)
         self._receive()
 
-        # The host reads the sums only if it has to, because that may mean to wait for a GPU: what
-        # this rank's own batches have reached and moved needs no confirmation by others.
-        told = device.type == "cpu" or bool(self._unreached) or not round.present
-        sums: Sequence[Scalar] = total.tolist() if told else list(total.unbind())
-        keep = total[first] > 0 if round.kept is not None and not told else None
-        left: set[int] = set()
-        if told:
+        # The host reads the sums only if it must, because it may have to wait for the GPU. A rank
+        # whose own batches had gradients for all parameters knows that all weights move.
+        host_reads = device.type == "cpu" or bool(self._unreached) or not round.present
+        sums: Sequence[Scalar] = total.tolist() if host_reads else list(total.unbind())
+        keep = total[first] > 0 if round.kept is not None and not host_reads else None
+        untouched: set[int] = set()  # without a gradient on any rank
+        if host_reads:
             counts = sums[first + 2 : first + 2 + len(everyone)]
-            left = {id(m.origin) for m, count in zip(everyone, counts, strict=True) if not count}
-            for key in left & self._doubts.keys():
-                _restore(self._doubts[key])
+            pairs = zip(everyone, counts, strict=True)
+            untouched = {id(member.origin) for member, count in pairs if not count}
+            for key in untouched & self._tentative.keys():
+                _restore(self._tentative[key])
         summed = iter(sums)
-        for part, of_part, values in zip(parts, members, of_parts, strict=True):
-            here = list(islice(summed, len(values)))
-            if part.follows:
-                keys = (id(member.origin) for member in of_part)
-                totals = Totals(dict(zip(keys, here, strict=True)))
+        for part, part_members, values in zip(parts, members, part_totals, strict=True):
+            over_ranks = list(islice(summed, len(values)))
+            if part.sigma_follows:
+                keys = (id(member.origin) for member in part_members)
+                totals = Totals(dict(zip(keys, over_ranks, strict=True)))
             else:
-                totals = Totals(*here)
-            if not told or sums[first]:
-                moving = [member for member in of_part if id(member.origin) not in left]
+                totals = Totals(*over_ranks)
+            if not host_reads or sums[first]:
+                moving = [member for member in part_members if id(member.origin) not in untouched]
                 consensus(part, moving, totals, keep, plans)
-        finish(everyone)
-        self.forget()
-        self._lockstep.received(total[-2:], told)
-        return int(sums[first + 1]) if told else int(problem)
+        clear_arrived(everyone)
+        self.reset_round()
+        self._lockstep.received(total[-2:], host_reads)
+        return int(sums[first + 1]) if host_reads else int(problem)
 
     def raise_if_out_of_step(self) -> None:
         """Raise RuntimeError, on every rank, if ranks have stepped for different batches."""
         self._lockstep.compare()
 
-    def forget(self) -> None:
-        """Drop what is left of a round."""
-        self.begun = False
+    def reset_round(self) -> None:
+        """Forget everything about the open round."""
+        self.step_begun = False
         self._contributed.clear()
-        self._doubts.clear()
+        self._tentative.clear()
         self._unreached.clear()
 
     def sum(self, values: Sequence[Scalar], device: torch.device) -> Tensor:
-        """Return a few numbers, added up over all ranks, on `device`, without waiting for it."""
+        """Return the sums of a few numbers over all ranks, on `device`, without waiting for it."""
         from torch import distributed
 
         total = on_device(values, device)
@@ -324,10 +332,10 @@ class Ranks:
 
     @torch.no_grad()
     def _send(self, members: Sequence[Member], limit: float) -> None:
-        """Start adding up the members' `pending` over all ranks; `_receive` finishes it."""
+        """Start the sums of the members' `pending` over all ranks; `_receive` waits for them."""
         from torch import distributed
 
-        for bucket in _buckets([dtensor.part(member) for member in members], limit):
+        for bucket in _buckets([dtensor.local_member(member) for member in members], limit):
             flat = real(_gathered(bucket))
             wire = flat.to(self._reduce_dtype or flat.dtype)
             work = distributed.all_reduce(wire, group=self.group, async_op=True)
@@ -336,7 +344,7 @@ class Ranks:
 
     @torch.no_grad()
     def _receive(self) -> None:
-        """Wait for everything that was sent: then every `pending` is the sum over all ranks."""
+        """Wait until every `pending` is the sum over all ranks."""
         try:
             for sent in self._under_way:
                 sent.work.wait()
@@ -345,13 +353,11 @@ class Ranks:
         finally:
             self._under_way.clear()
 
-    # Gradients that have been averaged already
-
-    # All duals would be equal then, and heterogeneous data no better off than with any other
-    # optimizer.
+    # Refuse gradients that have been averaged over ranks. All duals would be equal then, and the
+    # method would lose its advantage on heterogeneous data.
 
     def _refuse_shards(self, params: Sequence[Tensor]) -> None:
-        """Raise ValueError if ranks of this group hold shards of one replica."""
+        """Raise ValueError if ranks of this group hold shards of the same replica."""
         for param in params:
             if is_sharded(param):
                 ranks = param.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
@@ -368,7 +374,7 @@ class Ranks:
         """Raise ValueError if a DistributedDataParallel model averages gradients of `params`."""
         from torch import distributed
 
-        if self._saw_no_averages:  # looking for models takes time, so once must do
+        if self._saw_no_averages:  # the search for models is slow, so it runs once
             return
         attached = None if self.attached is None else self.attached.model
         wanted = {id(param) for param in params}
@@ -394,47 +400,47 @@ class Ranks:
 
 
 class Lockstep:
-    """Notices a rank that has left a step() out while others have not.
+    """Detect a rank that has left out a step() while others have not.
 
-    Collectives are paired in the order in which ranks come to them, so such a rank would be one
-    batch behind the others from then on. It is known by gradients that were cleared before any
-    step() or skip() came for them. Every rank counts those, and the counts cross with each round.
+    Collectives pair up in the order in which ranks call them, so such a rank would lag behind by
+    one batch from then on. The sign of it is a gradient that was cleared without a step() or
+    skip(). Every rank counts those, and the counts cross the network with each round.
 
     Args:
-        size: number of ranks.
+        size: the number of ranks.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._missed = 0
-        self._came = True
+        self._has_stepped = True
         self._sums: Tensor | None = None
         self._arrival: torch.cuda.Event | None = None
 
-    def stepped(self) -> None:
-        """Note a step() or skip()."""
-        self._came = True
+    def on_step(self) -> None:
+        """Handle a step() or skip()."""
+        self._has_stepped = True
 
-    def cleared(self, params: Sequence[Tensor]) -> None:
-        """Note that the gradients of `params` are about to be cleared."""
-        if not self._came and any(param.grad is not None for param in params):
+    def on_zero_grad(self, params: Sequence[Tensor]) -> None:
+        """Count a missed step if gradients are cleared without one."""
+        if not self._has_stepped and any(param.grad is not None for param in params):
             self._missed += 1
-        self._came = False
+        self._has_stepped = False
 
     @property
     def numbers(self) -> tuple[float, float]:
-        """The numbers to send: the counts are equal if their variance is zero."""
+        """The count and its square: the variance of the counts is zero if all are equal."""
         return float(self._missed), float(self._missed**2)
 
-    def received(self, sums: Tensor, told: bool) -> None:
-        """Take what has crossed with a round.
+    def received(self, sums: Tensor, may_wait: bool) -> None:
+        """Keep the sums of a round for `compare`.
 
         Args:
-            sums: of `numbers`, over all ranks.
-            told: whether the host may wait for them. Otherwise they are looked at in a later
-                round, and those of rounds until then are not.
+            sums: the sums of `numbers` over all ranks.
+            may_wait: whether the host may wait for them. Otherwise they are copied in the
+                background, and the sums of later rounds are ignored until they have arrived.
         """
-        if told:
+        if may_wait:
             self._sums, self._arrival = sums, None
         elif self._sums is None:
             self._sums = torch.empty(2, dtype=sums.dtype, pin_memory=True)
@@ -463,7 +469,7 @@ class Lockstep:
 def on_device(
     values: Sequence[Scalar], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """Return a few numbers as one tensor on `device`, without waiting for it."""
+    """Return numbers as one tensor on `device`, without waiting for it."""
     known = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
     numbers = torch.tensor(known, dtype=dtype, pin_memory=device.type == "cuda")
     numbers = numbers.to(device, non_blocking=True)
@@ -478,7 +484,7 @@ def _kind(param: Tensor) -> str:
 
 
 def _buckets(members: Sequence[Member], limit: float) -> Iterator[list[Member]]:
-    """Yield members whose pending sums cross the network together."""
+    """Yield members whose pending sums are sent together."""
     kinds: dict[object, list[Member]] = {}
     for member in members:
         pending = member.state["pending"]
@@ -500,7 +506,7 @@ def _buckets(members: Sequence[Member], limit: float) -> Iterator[list[Member]]:
 def _gathered(bucket: Sequence[Member]) -> Tensor:
     """Return one flat tensor of which the members' `pending` are views.
 
-    They stay that until they are sent in other company, so nothing is copied from round to round.
+    They stay views, so nothing is copied again while the bucket stays the same.
     """
     pending: list[Tensor] = [member.state["pending"] for member in bucket]
     step = max(1, _ALIGNMENT // pending[0].element_size())
@@ -515,7 +521,7 @@ def _gathered(bucket: Sequence[Member]) -> Tensor:
         for tensor, offset in zip(pending, offsets, strict=True)
     ):
         return pending[0].as_strided((total,), (1,), 0)
-    # Zeros, because what lies between the views is added up, too.
+    # Zeros, because the gaps between the views are summed too.
     flat = pending[0].new_zeros(total)
     for member, tensor, offset in zip(bucket, pending, offsets, strict=True):
         view = flat.as_strided(tensor.size(), tensor.stride(), offset)
@@ -525,19 +531,19 @@ def _gathered(bucket: Sequence[Member]) -> Tensor:
 
 
 def _data_parallel_models() -> list["DistributedDataParallel"]:
-    """Return all that there are in this process: parameters do not know to which they belong."""
+    """Return all DistributedDataParallel models: a parameter does not know its model."""
     from torch.nn.parallel import DistributedDataParallel
 
     return [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), DistributedDataParallel)
-        if hasattr(thing, "process_group")  # whose construction has come that far
+        model
+        for model in gc.get_objects()
+        if issubclass(type(model), DistributedDataParallel)
+        if hasattr(model, "process_group")  # not yet if its constructor has failed
     ]
 
 
 def _leaves_gradients(model: "DistributedDataParallel") -> bool:
-    """Return whether the model's communication hook is the one that does nothing."""
+    """Return whether the model's communication hook is torch's `noop_hook`."""
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     return any(hook is noop_hook for hook in ddp_hooks(model))
@@ -551,6 +557,6 @@ def _copies(member: Member) -> dict[str, Tensor]:
     }
 
 
-def _restore(doubt: _Doubt) -> None:
-    for key, value in doubt.before.items():
-        doubt.member.state[key].copy_(value)
+def _restore(tentative: _Tentative) -> None:
+    for key, value in tentative.before.items():
+        tentative.member.state[key].copy_(value)

@@ -1,8 +1,8 @@
-"""Files that hold either the old or the new content, whatever happens while they are written.
+"""Files that survive crashes: each holds either the old or the new content.
 
-A file begins with a line that holds a checksum of the rest and a generation number, so that
-damage is noticed and a second writer too. Nobody but the owner may read it. The generation before
-the last is kept beside it, with `.previous` behind its name.
+A file begins with a line with a checksum of the rest and a generation number, which reveal damage
+and a second writer. Only the owner may read it. The generation before the last is kept beside it,
+with the suffix `.previous`.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _PATTERN = re.compile(rb"torchpisa-file 1 ([0-9a-f]{64}) (\d{20})\n")
 
 
 class DamagedFileError(ValueError):
-    """A file whose content is not what was written."""
+    """Raised for a file that was damaged after it was written."""
 
 
 class _HashingStream:

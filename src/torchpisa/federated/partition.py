@@ -51,8 +51,8 @@ def iid(data: Dataset[Any] | Sized | int, clients: int, *, seed: int = 0) -> Par
 
     Args:
         data: anything with a length, or that length.
-        clients: how many.
-        seed: decides who gets which.
+        clients: the number of clients.
+        seed: seed of the assignment.
 
     Examples:
         >>> iid(10, clients=3)
@@ -131,13 +131,13 @@ def dirichlet(
 ) -> Parts:
     r"""Divide each label among all clients in shares drawn from \(\mathrm{Dir}(\alpha)\).
 
-    A small \(\alpha\) leaves most of a label to one client, a large one is nearly `iid`. The shares
-    of the labels are independent, so the sizes of the clients differ as well (NIID-Bench gives
-    nothing more to a client that has its equal share already; here nothing is cut off).
+    A small \(\alpha\) gives most of a label to one client, a large one is nearly `iid`. The shares
+    of the labels are independent, so the sizes of the clients differ as well. (In NIID-Bench a
+    client gets nothing more once it has an equal share; here there is no such limit.)
 
     Args:
         labels: one integer per sample, as a tensor, list or array. Their values are arbitrary.
-        clients: how many.
+        clients: the number of clients.
         alpha: \(\alpha > 0\); 0.1 and 0.5 are common.
         seed: decides the shares, and which samples.
         smallest: the least number of samples of a client. The shares of all labels are drawn again
@@ -176,12 +176,12 @@ def by_mixture(
     The form of Hsu et al. (Measuring the Effects of Non-Identical Data Distribution, 2019): with
     \(p\) the shares of the labels in all data, a client's mixture is drawn from
     \(\mathrm{Dir}(\alpha p)\), and its samples label by label from the mixture, without
-    replacement. A label that has run out leaves its share to the others. Sizes are given, so this
-    works for thousands of clients of a few samples, where `dirichlet` leaves many without any.
+    replacement. When a label runs out, the others take its share. Sizes are given, so this works
+    for thousands of clients with few samples, many of which `dirichlet` leaves without any.
 
     Args:
         labels: one integer per sample, as a tensor, list or array. Their values are arbitrary.
-        clients: how many.
+        clients: the number of clients.
         alpha: \(\alpha > 0\); the smaller, the fewer labels a client has.
         sizes: samples of each client, at most all in sum; by default equal, give or take one.
         seed: decides the mixtures, and which samples.
@@ -223,11 +223,11 @@ def by_owner(owners: Iterable[Hashable], *, smallest: int = 1) -> Parts:
     which they first appear.
 
     Args:
-        owners: of each sample, anything that can be compared and hashed.
-        smallest: owners of fewer samples are left out.
+        owners: the owner of each sample, anything that can be compared and hashed.
+        smallest: owners with fewer samples are left out.
 
     Raises:
-        ValueError: nobody owns so many.
+        ValueError: no owner has so many.
 
     Examples:
         >>> by_owner(["ann", "bob", "ann", "cy", "ann", "bob"], smallest=2).indices
@@ -256,7 +256,7 @@ def by_quantity(
 
     Args:
         data: anything with a length, or that length.
-        clients: how many.
+        clients: the number of clients.
         alpha: \(\alpha > 0\); the smaller, the more unequal the sizes.
         seed: decides the sizes, and which samples.
         smallest: the least number of samples of a client. The sizes are drawn again until every
@@ -307,7 +307,8 @@ def label_counts(parts: Parts, labels: Tensor | Sequence[int]) -> Tensor:
 def noise_levels(clients: int, largest: float) -> tuple[float, ...]:
     r"""Return the variances \(\sigma i / m\) of NIID-Bench's feature skew, \(i = 1, \ldots, m\).
 
-    So says its paper. Its code has \(\sigma (i - 1) / (m - 1)\), as standard deviations.
+    This is the formula of its paper. Its code has \(\sigma (i - 1) / (m - 1)\) as standard
+    deviations.
 
     Args:
         clients: \(m\).
@@ -331,7 +332,7 @@ def add_noise(inputs: Tensor, level: float, *, client: int = 0, seed: int = 0) -
     Args:
         inputs: floating-point features of one client's samples, of any shape.
         level: the variance, of `noise_levels` for instance.
-        client: which client, so that each has noise of its own.
+        client: the number of the client, each of which has its own noise.
         seed: decides the noise, together with `client` and the shape of `inputs`.
 
     Raises:

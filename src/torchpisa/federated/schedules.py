@@ -15,12 +15,12 @@ Schedule = float | Callable[[int], float]
 class LinearDecay:
     """A factor of 1 that falls to zero in equal steps.
 
-    Mini-batches are noisy, and at a constant rate the weights keep moving with the noise. Steps
-    that shrink average it out.
+    At a constant rate the weights keep moving with the noise of mini-batches. Steps that shrink
+    average it out.
 
     Args:
-        rounds: rounds of the training. Later ones have the factor of the last.
-        hold: share of them before the decay begins.
+        rounds: the rounds of the training. Later ones have the factor of the last.
+        hold: the fraction of rounds before the decay begins.
 
     Examples:
         >>> decay = LinearDecay(rounds=4)
@@ -47,10 +47,10 @@ def check_schedule(name: str, schedule: Schedule) -> None:
 
 
 def factor(name: str, schedule: Schedule, iteration: int) -> float:
-    """Return the factor of a round: a number's power, or what a function returns.
+    """Return the factor of a round: a power of a number, or the value of a function.
 
     Args:
-        name: of the argument, for the error about what a function returned.
+        name: the name of the argument, for the error about what a function returned.
         schedule: the schedule.
         iteration: the round, from 0.
     """

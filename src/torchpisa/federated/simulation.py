@@ -1,4 +1,4 @@
-"""All clients in one process, for research: no network, no overhead."""
+"""Simulate federated learning: all clients in one process, without a network."""
 
 import copy
 import dataclasses
@@ -35,7 +35,7 @@ __all__ = ["Counts", "Row", "Simulation"]
 MAX_STACKED = 2**26  # parameters of clients that run at once by default; each takes some 50 bytes
 
 Row = dict[str, float]
-"""The numbers of one entry of the log, by name."""
+"""The numbers of one line of the log, by name."""
 
 
 @dataclasses.dataclass
@@ -56,12 +56,12 @@ class Counts:
 
 
 class LateUpdate(NamedTuple):
-    """An update on its way.
+    """An update that has not arrived at the server yet.
 
     Attributes:
-        arrival: when it arrives, in virtual time.
-        update: what was sent.
-        before: what its client remembered before, if the server may reject it.
+        arrival: the virtual time of its arrival.
+        update: the update.
+        before: the client's memory before the round, if the server may reject the update.
     """
 
     arrival: float
@@ -76,37 +76,38 @@ class Simulation:
         model: the network. A copy is trained; `simulation.model` holds the global weights.
         clients: the data of each client: `(inputs, targets)`, or a map-style dataset of such pairs.
         algorithm: one of `torchpisa.federated`.
-        loss: from outputs and targets to one loss per sample.
-        participation: the share of the clients that is drawn for every round, at least one; or a
-            function of the round, from 0, that returns the numbers of those present.
-        seed: decides how clients shuffle their data and who takes part.
-        device: where the model and, if clients run at once, all data are kept; that of the model
-            by default.
-        batched: run clients at once under `torch.vmap`, True for all of them or a number for so
-            many; False for one after the other. By default at once if the model and the data allow
-            it, as many as have 67 million parameters together. Clients of very different sizes run
-            in several groups, since those of a group are padded to its largest. All ways give the
-            same result up to rounding.
-        memory: a folder for what clients remember between rounds. Only the memory of a round's
+        loss: a function of outputs and targets that returns one loss per sample.
+        participation: the fraction of the clients that is drawn for every round, at least one
+            client; or a function of the round, from 0, that returns the numbers of the clients.
+        seed: seed of the clients' shuffles and of the draw of clients.
+        device: the device of the model and, if clients are batched, of all data; by default that
+            of the model.
+        batched: the number of clients that run together under `torch.vmap`: True for all, False
+            for one after the other. By default, if the model and the data allow it, as many as
+            have 67 million parameters together. Clients of very different sizes run in several
+            groups, because each group is padded to its largest client. The result is the same up
+            to rounding.
+        memory: a folder for the clients' memory between rounds. Only the memory of a round's
             clients is then in RAM, and a checkpoint adds what has changed; see `run`. Without a
-            folder, it is kept on the device and written whole into every checkpoint. In both cases
-            a client takes no room before its first round.
-        timing: how long clients take in virtual time, and how long the server waits for them. By
-            default a round ends when everybody's update is there.
-        robust: which updates the server does not take. It then sees them one by one, and keeps
-            what each client has contributed: some three copies of the model per client.
-        privacy: clips and blurs every update. The noise comes from `seed`, so that runs can be
-            repeated, and protects nobody. Not together with `robust`: rejections depend on what
-            the noise should hide.
+            folder, memory stays on the device and every checkpoint holds all of it. Either way a
+            client needs no space before its first round.
+        timing: the delays of clients in virtual time, and how long the server waits. By default a
+            round ends when all updates have arrived.
+        robust: a rule for rejecting updates. The server then handles them one by one, and keeps
+            the contributions of each client: some three copies of the model per client.
+        privacy: clipping and noise for every update. The noise comes from `seed`, so that runs can
+            be repeated, and therefore protects nobody. Not together with `robust`, whose
+            rejections depend on what the noise is to hide.
 
     Attributes:
         model: the network with the global weights.
-        server: what the server keeps.
-        counts: what the run has cost.
-        rejected: why updates of the last round were not taken, by client.
-        time: virtual seconds since the beginning, if there is a `timing`.
-        batched: how many clients run at once.
-        why_in_turn: why clients run one after the other, if they do and were not told to.
+        server: the state of the server.
+        counts: the cost of the run so far.
+        rejected: reasons for which updates of the last round were rejected, by client.
+        time: virtual seconds since the beginning, with a `timing`.
+        batched: the number of clients that run together.
+        why_in_turn: the reason for which clients cannot be batched; None if they can, or if
+            `batched=False`.
 
     Examples:
         >>> from torchpisa.federated import SISA, Simulation
@@ -195,8 +196,8 @@ class Simulation:
             self._clients = SequentialClients(algorithm, objective, clients, *shared)
         else:
             fitting = max(1, MAX_STACKED // sum(w.numel() for w in weights.values()))
-            at_once = fitting if batched is None else len(clients) if batched is True else batched
-            self.batched = min(at_once, len(clients))
+            wanted = fitting if batched is None else len(clients) if batched is True else batched
+            self.batched = min(wanted, len(clients))
             tensors = cast(Sequence[tuple[Tensor, Tensor]], clients)
             self._clients = BatchedClients(algorithm, objective, tensors, *shared, self.batched)
 
@@ -216,9 +217,9 @@ class Simulation:
         return self.server.iteration
 
     def present(self, iteration: int) -> list[int]:
-        """Return the clients that take part in a round; rounds count from 0.
+        """Return the clients of a round; rounds count from 0.
 
-        Those whose update is on its way to the server take part in no other round.
+        A client whose update has not arrived yet takes part in no other round.
         """
         m = len(self._sizes)
         if callable(self._participation):
@@ -236,51 +237,51 @@ class Simulation:
         return sorted(islice(free, count))
 
     def memory_of(self, client: int) -> Fields:
-        """Return a copy of what a client remembers, such as its dual; clients count from 0."""
+        """Return a copy of a client's memory, such as its dual; clients count from 0."""
         check_count("client", client, 0, len(self._sizes) - 1)
         return cast(Fields, tree_map(lambda t: t[0], self._memory.load([client])))
 
     @torch.no_grad()
     def round(self) -> None:
-        """Run one round with everybody who takes part in it."""
+        """Run one round."""
         server = self.algorithm.open(self.server)
         present = self.present(server.iteration)
         arrivals = self._wait(present, server.iteration)
         running = [client for client in present if arrivals[client] < math.inf]
         late = {client for client in running if arrivals[client] > self.time}
-        # A server that judges updates, or adds up privacy, sees each of them.
-        single = self._judge is not None or self._privacy is not None
-        held = set(running) if single else late
+        # Updates to be judged, or protected by noise, are handled one by one, like late ones.
+        one_by_one = self._judge is not None or self._privacy is not None
+        single = set(running) if one_by_one else late
         total: Message | None = None
         if present:
             down = self.algorithm.broadcast(server)
             self.counts.bytes_down += down.bytes * len(present)
             if running:
-                before = self._memory.load(running) if single else None
+                before = self._memory.load(running) if one_by_one else None
                 with torch.enable_grad():
-                    done = self._clients.round(down, running, server.iteration, held)
+                    done = self._clients.round(down, running, server.iteration, single)
                 total = done.total
                 self.counts.gradients += done.work.gradients
                 self.counts.samples += done.work.samples
                 self.counts.bytes_up += done.sent
                 sent = self._sent(done.late, running, before, server.iteration)
-                self._under_way |= {c: LateUpdate(arrivals[c], *sent[c]) for c in sorted(held)}
+                self._under_way |= {c: LateUpdate(arrivals[c], *sent[c]) for c in sorted(single)}
         arrived = {c: late for c, late in self._under_way.items() if late.arrival <= self.time}
         for client in arrived:
             del self._under_way[client]
         self._reject(server, arrived, running)
-        taken = [client for client in running if client not in held]
+        accepted = [client for client in running if client not in single]
         for client, (_, update, _) in arrived.items():
             if client not in self.rejected:
                 total = add(total, update, float(self._alphas[client]))
-                taken.append(client)
+                accepted.append(client)
         if total is None:
             self.server = self.algorithm.skip(server)
         else:
-            share = float(self._alphas[taken].sum())
+            share = float(self._alphas[accepted].sum())
             self.server = self.algorithm.close(server, total, share)
         if self._account is not None:
-            self._account.add({str(client): float(self._alphas[client]) for client in taken})
+            self._account.add({str(client): float(self._alphas[client]) for client in accepted})
         self._withdraw()
         self._copy_weights_into_model()
 
@@ -291,7 +292,7 @@ class Simulation:
         before: Fields | None,
         iteration: int,
     ) -> dict[int, tuple[Message, Fields | None]]:
-        """Return updates as clients send them, with what each remembered before if that matters."""
+        """Return the updates that clients send, each with its client's memory before if needed."""
         if before is None:
             return {client: (update, None) for client, update in updates.items()}
         rows: dict[int, Fields] = {
@@ -315,7 +316,7 @@ class Simulation:
     def _reject(
         self, server: ServerState, arrived: dict[int, LateUpdate], running: Sequence[int]
     ) -> None:
-        """Decide which updates are not taken; their clients go on from what they had before."""
+        """Reject updates that the judge suspects, and reset the memory of their clients."""
         self.rejected = {}
         if self._judge is None:
             return
@@ -339,16 +340,16 @@ class Simulation:
                 self._ledger.add(str(client), self.algorithm.contribution(update))
 
     def _withdraw(self) -> None:
-        """Take out what clients have contributed that are rejected again and again."""
+        """Remove the contributions of clients that were rejected too often."""
         for name in [] if self._judge is None else self._judge.withdrawn():
             if name in self._ledger.sums:
-                gone = self._ledger.forget(name)
+                contribution = self._ledger.remove(name)
                 share = float(self._alphas[int(name)])
-                self.server = without_contribution(self.server, gone, share, 1.0, 1.0)
+                self.server = without_contribution(self.server, contribution, share, 1.0, 1.0)
                 self._memory.save([int(name)], tree_map(lambda t: t[None], self._initial))
 
     def _wait(self, present: Sequence[int], iteration: int) -> dict[int, float]:
-        """Let the virtual time of a round pass, and return when the updates of it arrive."""
+        """Advance the virtual time by a round, and return when its updates arrive."""
         timing = self._timing
         earlier = [update.arrival for update in self._under_way.values()]
         if timing is None:  # updates may be under way after loading the state of a run with one
@@ -377,21 +378,21 @@ class Simulation:
         """Run until `rounds` rounds are done, counted from the very first.
 
         Args:
-            rounds: rounds in all.
-            evaluate: measures the model, such as `accuracy(inputs, targets)`; what it returns goes
-                into the rows.
-            every: evaluate and log after every so many rounds, before the first and after the last.
-            log: a file that gets every row as a line of JSON. A new run replaces what is in it.
-            checkpoint: a file that the run is saved to whenever a row is logged. If it exists, the
-                run goes on from there. It survives a crash of the machine. With `memory`, it refers
-                to that folder, which holds what goes with the last checkpoint and no older one.
-            progress: show a bar on the terminal.
+            rounds: the total number of rounds.
+            evaluate: a function of the model that returns metrics for the rows, such as
+                `accuracy(inputs, targets)`.
+            every: rounds between two rows; there is one before the first and one after the last
+                round too.
+            log: a file that gets every row as a line of JSON. A new run overwrites it.
+            checkpoint: a file to save the run to with every row. If it exists, the run resumes
+                from it. It survives a crash of the machine. With `memory`, it refers to that
+                folder, which only fits the last checkpoint.
+            progress: show a progress bar on the terminal.
 
         Returns:
-            The rows, those from before an interruption included: `round`, what `evaluate` returns,
-            what the run has cost so far (see `Counts`), `seconds`, and, where they make sense, the
-            virtual `time`, the number of updates `rejected`, and the `epsilon` of the model at
-            `delta` of `privacy`.
+            The rows, those before an interruption included: `round`, the metrics of `evaluate`, the
+            cost so far (see `Counts`), `seconds`, and, where they apply, the virtual `time`, the
+            number of updates `rejected`, and the `epsilon` of the model at `delta` of `privacy`.
 
         Raises:
             FloatingPointError: the weights are no longer finite.
@@ -448,8 +449,8 @@ class Simulation:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to continue: server, clients' memory and counts.
 
-        Of a simulation with a folder for its clients' `memory` it refers to that folder, and is of
-        use until `run` writes its next checkpoint.
+        With a folder for the clients' `memory` it refers to that folder, and is valid until `run`
+        writes its next checkpoint.
         """
         state = {
             "setting": self._setting(),
@@ -509,7 +510,7 @@ class Simulation:
 
 
 class RunHistory:
-    """The rows of a run, in memory and, if wanted, in a file; and its checkpoint."""
+    """The rows of a run in memory, its log and its checkpoint."""
 
     def __init__(
         self,
@@ -521,7 +522,7 @@ class RunHistory:
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
 
     def resume(self) -> dict[str, Any] | None:
-        """Return the saved state, or None; the log is cut back to where it was saved."""
+        """Return the saved state, or None; truncate the log to the rows saved with it."""
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         if self._checkpoint is None or not self._checkpoint.exists():
@@ -542,7 +543,7 @@ class RunHistory:
         return cast(dict[str, Any], saved["state"])
 
     def add(self, row: Row, state: Callable[[], dict[str, Any]]) -> bool:
-        """Append a row and, where there is a checkpoint, save the state; return True if saved."""
+        """Append a row, and save the state if there is a checkpoint; return True if saved."""
         self.rows.append(row)
         if self._log is not None:
             with self._log.open("a", encoding="utf-8") as file:

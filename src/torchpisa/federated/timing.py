@@ -1,4 +1,4 @@
-"""Virtual time: how long clients take, and how long the server waits for them."""
+"""Virtual time: the delays of clients, and how long the server waits for them."""
 
 import math
 import random
@@ -13,19 +13,19 @@ __all__ = ["LognormalDelay", "Timing"]
 
 @dataclass(frozen=True)
 class Timing:
-    """When updates arrive, and when a round ends without the rest.
+    """The delays of updates, and the rule by which a round ends.
 
-    A round begins when the one before has ended. It ends when all updates that are on their way
-    have arrived, when `enough` of them have, or at the deadline, whatever comes first. An update
-    that is late counts once, in the round in which it arrives; until then its client is absent from
-    the server's sums as any absent client is, and does not take part in other rounds.
+    A round begins when the one before has ended. It ends when all expected updates have arrived,
+    when `enough` of them have, or at the deadline, whichever comes first. A late update counts
+    once, in the round in which it arrives. Until then its client is absent, and does not take part
+    in other rounds.
 
     Args:
-        delay: from client and round, both from 0, to the virtual seconds between the beginning of
-            the round and the arrival of the client's update. Infinity is an update that is lost:
-            the client then goes on from what it remembered before.
+        delay: a function of client and round, both from 0, that returns the virtual seconds
+            between the beginning of the round and the arrival of the client's update. Infinity is
+            an update that is lost: the client then keeps its memory from before the round.
         deadline: virtual seconds after which a round ends.
-        enough: the number of updates with which a round ends, late ones of earlier rounds included.
+        enough: the number of updates that end a round, late ones of earlier rounds included.
 
     Examples:
         >>> patient = Timing(LognormalDelay(median=2.0), deadline=5.0)  # stragglers are late
@@ -44,30 +44,35 @@ class Timing:
             check_count("enough", self.enough)
 
     def arrival(self, now: float, client: int, iteration: int) -> float:
-        """Return when the update of a client arrives that is asked for now."""
+        """Return the time at which a client's update arrives if its round begins now."""
         delay = self.delay(client, iteration)
         check_range(f"delay of client {client} in round {iteration}", delay, 0)
         return now + delay
 
     def end(self, now: float, arrivals: Iterable[float]) -> float:
-        """Return when a round ends that begins now, given when updates arrive."""
+        """Return the end of a round that begins now.
+
+        Args:
+            now: the current virtual time.
+            arrivals: the times at which updates arrive.
+        """
         times = sorted(arrivals)
         awaited = len(times) if self.enough is None else min(self.enough, len(times))
         last = times[awaited - 1] if times else now
         end = min(max(now, last), now + self.deadline)
-        # Without a deadline nobody waits for what is lost.
+        # Without a deadline the server does not wait for lost updates.
         return end if end < math.inf else max([now, *(t for t in times if t < math.inf)])
 
 
 @dataclass(frozen=True)
 class LognormalDelay:
-    """Delays of which a few are very long: some clients are slow, and each is so at times.
+    """Log-normal delays: some clients are slow, and every client is slow at times.
 
     Args:
-        median: of all delays, in virtual seconds.
+        median: median of all delays, in virtual seconds.
         clients: standard deviation of the logarithm from client to client.
         rounds: standard deviation of the logarithm from round to round.
-        seed: decides all of them.
+        seed: seed of the delays.
 
     Examples:
         >>> delay = LognormalDelay(median=10.0)
@@ -87,6 +92,8 @@ class LognormalDelay:
         check_count("seed", self.seed, 0)
 
     def __call__(self, client: int, iteration: int) -> float:
-        own = random.Random(hashed("speed", self.seed, client)).gauss(0, self.clients)
-        now = random.Random(hashed("delay", self.seed, client, iteration)).gauss(0, self.rounds)
-        return self.median * math.exp(own + now)
+        of_client = random.Random(hashed("speed", self.seed, client)).gauss(0, self.clients)
+        of_round = random.Random(hashed("delay", self.seed, client, iteration)).gauss(
+            0, self.rounds
+        )
+        return self.median * math.exp(of_client + of_round)

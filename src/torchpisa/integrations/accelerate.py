@@ -28,9 +28,9 @@ __all__ = ["Accelerator"]
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """`accelerate.Accelerator` that lets an optimizer see the gradient of every micro-batch.
 
-    Nothing changes unless an optimizer of torchpisa has `batches` equal to
-    `gradient_accumulation_steps`. Then `optimizer.step()`, which you call for every micro-batch as
-    always, takes each of them as a batch of its round, and a window is a round.
+    It has an effect if an optimizer of torchpisa has `batches` equal to
+    `gradient_accumulation_steps`. You call `optimizer.step()` for every micro-batch as always; each
+    one is then a batch of the optimizer's round, and a window is a round.
 
     If you clip gradients, call `clip_grad_norm_` for every micro-batch, without
     `if accelerator.sync_gradients`.
@@ -71,9 +71,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return taking
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute gradients; they are those of the loss itself, not of a part of it."""
+        """Compute the gradients of the loss, undivided by the number of micro-batches."""
         steps = self.gradient_accumulation_steps
-        for optimizer in self._taking:  # what other losses of this micro-batch have left
+        for optimizer in self._taking:  # gradients of other losses of this micro-batch
             optimizer.micro.rescale(1 / steps)
         super().backward(loss, **kwargs)
         for optimizer in self._taking:
@@ -119,7 +119,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 class _MicroBatchOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's wrapper of an optimizer, with steps that are not left out within a window."""
+    """Accelerate's wrapper of an optimizer, which also steps within a window."""
 
     _is_accelerate_prepared = True
 
@@ -129,7 +129,7 @@ class _MicroBatchOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
         self.micro = MicroBatches(optimizer, scaler=scaler)
         self.clip: Callable[[], object] | None = None
-        self.unclipped = False  # whether a micro-batch of this window was taken as it was
+        self.unclipped = False  # True if a micro-batch of this window was taken unclipped
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         if self.gradient_state.sync_gradients:

@@ -1,4 +1,4 @@
-"""Micro-batches of a training loop that accumulates gradients and calls step() once per window.
+"""Take the micro-batches of training loops that call step() once per window of several.
 
 An optimizer with `batches=4` wants the gradient of each of its four batches. A loop that
 accumulates over four micro-batches hands it one sum instead, and would need four windows for a
@@ -26,7 +26,7 @@ __all__ = ["MicroBatchHooks", "MicroBatches", "takes_batches"]
 
 Consensus = PISA | SISA | NSISA | MISA
 
-# A framework may prepare an optimizer again; two that close its rounds would close each other's.
+# At most one hook per optimizer closes its rounds, even if a framework prepares it twice.
 _CLOSING: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
@@ -34,9 +34,9 @@ def takes_batches(optimizer: Optimizer | None, steps: int) -> TypeGuard[Consensu
     """Return whether the micro-batches of a window are the batches of an optimizer's round.
 
     Args:
-        optimizer: any optimizer. Those of other libraries, and those with one batch, want the sum
-            of the gradients, which is what they get without help.
-        steps: micro-batches in a window.
+        optimizer: any optimizer. Those of other libraries, and those with one batch, need the sum
+            of the gradients, as frameworks pass it.
+        steps: the number of micro-batches in a window.
 
     Raises:
         ValueError: the optimizer has several batches, but not as many as the window.
@@ -57,11 +57,11 @@ def takes_batches(optimizer: Optimizer | None, steps: int) -> TypeGuard[Consensu
 class MicroBatches:
     """Take the gradients of micro-batches one by one, each as a batch of the optimizer's round.
 
-    After the backward pass of every micro-batch, call `rescale` with what its loss was divided by;
-    after all but the last one of a window, call `take` as well. The last one is taken by the
-    training loop's own `optimizer.step()`, clipped and unscaled as it pleases. If the window was
-    shorter than the round, as at the end of an epoch, this closes the round: batches that did not
-    come contribute their duals.
+    After the backward pass of every micro-batch, call `rescale` with the divisor of its loss; after
+    all but the last one of a window, call `take` as well. The training loop's own
+    `optimizer.step()` takes the last one, after any unscaling and clipping. If the window was
+    shorter than the round, as at the end of an epoch, this step also closes the round: missing
+    batches contribute their duals.
 
     The gradients of a micro-batch are gone after `take`. They are part of the optimizer's state, so
     a checkpoint between two micro-batches loses nothing. A second object for the same optimizer
@@ -69,11 +69,11 @@ class MicroBatches:
 
     Args:
         optimizer: an optimizer of torchpisa with as many `batches` as a window has micro-batches.
-        scaler: what the losses are scaled by, if anything. A micro-batch whose gradients are not
+        scaler: the GradScaler of the losses, if any. A micro-batch whose gradients are not
             finite is left out together with the rest of its window, and the scaler gets to see it.
 
     Attributes:
-        taking: whether `take` is at work; step hooks tell it from the training loop's own step.
+        taking: True while `take` runs, so that step hooks can ignore its steps.
     """
 
     def __init__(self, optimizer: Consensus, *, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -90,7 +90,7 @@ class MicroBatches:
         """Multiply the gradients of the micro-batch that has just ended by a factor.
 
         Args:
-            factor: what the loss was divided by, so that the optimizer sees the gradient of the
+            factor: the divisor of the loss, so that the optimizer sees the gradient of the
                 loss itself.
         """
         grads = self._gradients()
@@ -117,7 +117,7 @@ class MicroBatches:
         try:
             if self.scaler is not None and not self._unscale():
                 optimizer.skip()
-                return  # and leave the gradients, so that the scaler finds out
+                return  # and keep the gradients, so that the scaler sees the infinities
             if clip is not None:
                 clip()
             optimizer.step()
@@ -131,7 +131,7 @@ class MicroBatches:
             self.optimizer.flush()
 
     def remove(self) -> None:
-        """Let go of the optimizer."""
+        """Remove the hook from the optimizer."""
         self._handle.remove()
 
     def _after_step(self, *_: object) -> None:
@@ -153,7 +153,7 @@ class MicroBatches:
 
 
 class MicroBatchHooks:
-    """Watch a training loop that cannot be changed, and take its micro-batches one by one.
+    """Hooks that take the micro-batches of a training loop one by one, without changing the loop.
 
     For loops that call `optimizer.step()` once per window. If the loop is yours, simply call
     `optimizer.step()` and `optimizer.zero_grad()` after every backward pass instead.
@@ -166,10 +166,10 @@ class MicroBatchHooks:
         optimizer: an optimizer of torchpisa with `batches` equal to `steps`; for any other one
             nothing happens.
         steps: micro-batches in a window.
-        divided_by: what the loop divides the loss of a micro-batch by: `steps` where losses are
+        divided_by: the loop's divisor of the loss of a micro-batch: `steps` where losses are
             means over a window, 1 where they are added up.
         max_norm: the norm that the loop clips gradients to, None for no clipping.
-        scaler: what the loop scales losses by.
+        scaler: the GradScaler of the loop, if any.
 
     Raises:
         ValueError: `batches` is neither 1 nor `steps`.
@@ -233,7 +233,7 @@ class MicroBatchHooks:
         for param in self._params():
             if param.requires_grad and param not in self._watched:
                 self._watched.add(param)
-                # Before gradients are added up: a micro-batch may have several backward passes.
+                # Rescale before accumulation: a micro-batch may have several backward passes.
                 if self._factor != 1:
                     self._handles.append(param.register_hook(self._rescaled))  # type: ignore[no-untyped-call]
                 handle = param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]

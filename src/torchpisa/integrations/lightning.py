@@ -26,21 +26,21 @@ __all__ = ["DiagnosticsCallback", "MicroBatchCallback"]
 class MicroBatchCallback(pl.Callback):
     """Let the optimizer see the gradient of every micro-batch of `accumulate_grad_batches`.
 
-    For automatic optimization. Nothing changes unless the optimizer has `batches` equal to
-    `accumulate_grad_batches`. Then each micro-batch is a batch of the optimizer's round, and each
-    window a round. `gradient_clip_val` limits the gradient of every micro-batch.
+    For automatic optimization with an optimizer whose `batches` equal `accumulate_grad_batches`.
+    Then each micro-batch is a batch of the optimizer's round, and each window a round.
+    `gradient_clip_val` limits the gradient of every micro-batch.
 
     In manual optimization, call `step()` and `zero_grad()` after every `manual_backward`.
 
     With several processes (`strategy="ddp"`), gradients are averaged over them for every
-    micro-batch. If the optimizer has a `process_group`, they are not averaged at all, in manual
-    optimization neither: every rank is a node of its own.
+    micro-batch. If the optimizer has a `process_group`, they are never averaged, not even in
+    manual optimization: every rank is a node of its own.
     """
 
     def __init__(self) -> None:
         self._micro: MicroBatches | None = None
         self._averaging = contextlib.ExitStack()
-        # What has happened in the micro-batch at hand.
+        # Events of the current micro-batch.
         self._backward = self._ends_window = self._stepped = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers with a `process_group` in frameworks that wrap the model in DDP themselves."""
+"""Optimizers with a `process_group` in frameworks that wrap models in DDP."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,30 +13,29 @@ from torchpisa.optim import PISA
 __all__ = ["has_ranks", "keep_own_gradients"]
 
 _RANK = "torchpisa_rank"
-# What has been prepared; frameworks may wrap a model anew and keep the optimizer.
+# Prepared models and optimizers, apart because frameworks may wrap a model again.
 _MODELS: WeakSet[nn.Module] = WeakSet()
 _OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 
 
 def has_ranks(optimizer: Optimizer | None) -> bool:
-    """Return whether every rank is a node of its own, with gradients that nobody averages."""
+    """Return whether the optimizer has a `process_group`: every rank is then a node."""
     return isinstance(optimizer, PISA) and optimizer.peers is not None
 
 
 def keep_own_gradients(optimizer: Optimizer | None, models: Iterable[nn.Module]) -> None:
-    """Leave the gradients of each rank as they are, if the optimizer has a `process_group`.
+    """Stop DistributedDataParallel from averaging gradients if the optimizer has a `process_group`.
 
-    DistributedDataParallel averages gradients, and all duals would be equal. After this call its
-    backward pass leaves them alone, so that a framework may unscale, rescale and clip them, and
-    `optimizer.step()` alone talks to the other ranks. Call it before the first backward pass; more
-    than one call does no harm.
+    With averages all duals would be equal. After this call the backward pass leaves gradients
+    alone, so a framework may unscale, rescale and clip them, and only `optimizer.step()`
+    communicates. Call it before the first backward pass; further calls do no harm.
 
-    Frameworks save the optimizer's state of the first rank only, and every rank has duals of its
-    own. A state that is loaded on another rank is refused.
+    Frameworks save the optimizer's state of the first rank only, but every rank has its own duals.
+    So a state cannot be loaded on another rank.
 
     Args:
         optimizer: any optimizer; nothing happens unless it has a `process_group`.
-        models: what the framework has made of the models. If none has the optimizer's parameters,
+        models: the models as wrapped by the framework. If none has the optimizer's parameters,
             nothing happens.
 
     Raises:

@@ -36,7 +36,7 @@ class PISAOptimizerFactory(OptimizerFactory):
         optimizer: `torchpisa.SISA`, `MISA`, `NSISA` or `PISA`; any other optimizer class works too.
         groups: returns parameter groups from the module that the algorithm trains, for instance
             `torchpisa.optim.param_groups.split`; None for all parameters in one group.
-        **arguments: those of the optimizer, but for the parameters.
+        **arguments: arguments of the optimizer, except the parameters.
 
     Raises:
         TypeError: the optimizer is not a class or function.

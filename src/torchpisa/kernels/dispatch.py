@@ -1,26 +1,25 @@
-"""Which kernel computes what, and why: the only place that decides.
+"""Choose the kernel for every job; no other module decides.
 
-| kernel | where | takes | chosen |
+| kernel | device | preconditioners | chosen |
 |---|---|---|---|
-| `loop` | anywhere | any preconditioner | `foreach=False`, or nothing else can |
-| `foreach` | anywhere | the package's own preconditioners | by default |
-| `cpu/native` | CPU, float32 | SISA's rule and Identity, sigma given | `fused=True` |
-| `triton` | CUDA | SISA, NSISA, Identity and MISA | by default, `fused=True` |
+| `loop` | any | any | with `foreach=False`, or if no other kernel fits |
+| `foreach` | any | torchpisa's own | by default |
+| `cpu/native` | CPU, float32 | SISA's and Identity, sigma given | with `fused=True` |
+| `triton` | CUDA | SISA's, NSISA's, Identity and MISA | by default, or with `fused=True` |
 
-Sharded parameters are stepped where their parts lie, except by preconditioners of a user's own,
-which may need all of a parameter; what those compute with sharded tensors is right, if slow.
+Every process steps its own part of a sharded parameter. Only a user's preconditioner gets the whole
+DTensor, because it may need all of it: right, but slow.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchpisa.kernels import misa
 from torchpisa.kernels.cpu import native
 from torchpisa.kernels.foreach import FOREACH, knows
-from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, check_shapes, real
+from torchpisa.kernels.job import PLAIN_TYPES, Kernel, LocalJob, Member, Move, check_shapes, real
 from torchpisa.kernels.loop import LOOP
 from torchpisa.kernels.triton import plan as triton_plan
 from torchpisa.kernels.triton.plan import Plans
@@ -28,49 +27,17 @@ from torchpisa.preconditioners import Preconditioner
 
 __all__ = [
     "Plans",
-    "able",
     "check_fused",
     "check_fused_misa",
     "for_consensus",
     "for_local_step",
     "for_misa",
     "for_missed_batch",
-    "many_at_once",
-    "steps_parts",
+    "steps_local_parts",
+    "supporting",
 ]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _NO_CPU_KERNEL = "MISA has fused kernels for CUDA devices only"
-
-
-def check_fused(
-    params: Sequence[Tensor],
-    preconditioner: Preconditioner,
-    settings: Mapping[str, Any],
-    follows: bool,
-) -> None:
-    """Raise ValueError if fused kernels are asked for that cannot step the parameters.
-
-    Args:
-        params: what this process holds of them.
-        preconditioner: theirs.
-        settings: their group.
-        follows: whether sigma follows their gradients.
-    """
-    reason: str | None
-    if not settings["fused"]:
-        return
-    if not _on_cpu(params):
-        reason = triton_plan.obstacle(params, preconditioner)
-    elif follows:
-        reason = "on a CPU sigma must not follow the gradients; give sigma and rho"
-    elif settings["state_dtype"] not in (None, *(param.dtype for param in params)):
-        dtype = settings["state_dtype"]
-        reason = f"on a CPU state must be of its parameter's dtype, got {dtype}"
-    else:
-        reason = native.obstacle(params, preconditioner)
-    if reason is not None:
-        raise ValueError(f"fused=True is not possible: {reason}")
 
 
 def for_local_step(
@@ -78,20 +45,20 @@ def for_local_step(
     members: list[Member],
     preconditioner: Preconditioner,
     slot: int,
-    follows: bool,
+    sigma_follows: bool,
     key: Hashable,
     plans: Plans,
 ) -> Kernel:
-    """Return what computes the local step of a batch.
+    """Return the kernel for the local step of a batch.
 
     Args:
         settings: the parameter group.
         members: the parameters, all with gradients.
-        preconditioner: theirs.
+        preconditioner: their preconditioner.
         slot: the batch.
-        follows: whether sigma follows their gradients.
-        key: names the members, to find again what was prepared for them.
-        plans: what was prepared.
+        sigma_follows: True if sigma follows the gradients.
+        key: identifies the set of members in `plans`.
+        plans: cache of what the Triton kernels have prepared.
 
     Raises:
         ValueError: `fused=True`, and it is not possible.
@@ -101,23 +68,31 @@ def for_local_step(
         kernel_or_reason: Kernel | str
         if not _on_cpu([member.param for member in members]):
             kernel_or_reason = triton_plan.find(
-                plans, (key, slot), members, preconditioner, slot, follows
+                plans, (key, slot), members, preconditioner, slot, sigma_follows
             )
         elif fused:
             params = [member.param for member in members]
             kernel_or_reason = native.obstacle(params, preconditioner) or native.NATIVE
         else:
-            kernel_or_reason = "a C compiler is called only for those who ask for it"
+            kernel_or_reason = "a C compiler runs only with fused=True"
         if not isinstance(kernel_or_reason, str):
             return kernel_or_reason
         if fused:
             raise ValueError(f"fused=True is not possible: {kernel_or_reason}")
-    return FOREACH if knows(preconditioner) and many_at_once(settings, members) else LOOP
+    return FOREACH if knows(preconditioner) and _uses_foreach(settings, members) else LOOP
+
+
+def supporting(kernel: Kernel, job: LocalJob) -> Kernel:
+    """Return `kernel`, or the first of its fallbacks that supports a job."""
+    while not kernel.supports(job):
+        assert kernel.slower is not None
+        kernel = kernel.slower
+    return kernel
 
 
 def for_missed_batch(settings: Mapping[str, Any], members: Sequence[Member]) -> Kernel:
-    """Return what computes the local step of a batch that did not reach the members."""
-    return FOREACH if many_at_once(settings, members) else LOOP
+    """Return the kernel for the local step of a batch without gradients for the members."""
+    return FOREACH if _uses_foreach(settings, members) else LOOP
 
 
 def for_consensus(
@@ -125,28 +100,28 @@ def for_consensus(
     members: list[Member],
     move: Move,
     keep: Tensor | None,
-    follows: bool,
+    sigma_follows: bool,
     key: Hashable,
     plans: Plans,
 ) -> Kernel:
-    """Return what computes the consensus from pending sums; see `for_local_step`."""
+    """Return the kernel for a consensus of pending sums; arguments as in `for_local_step`."""
     fused, foreach = settings["fused"], settings["foreach"]
-    wanted = not follows and (fused or (fused is None and foreach is None))
+    wanted = not sigma_follows and (fused or (fused is None and foreach is None))
     on_cpu = _on_cpu([member.param for member in members])
     if wanted and not on_cpu and move.proximal is None:
         plan = triton_plan.find_consensus(plans, key, members)
         if not isinstance(plan, str):
             return plan
-    return FOREACH if keep is None and many_at_once(settings, members) else LOOP
+    return FOREACH if keep is None and _uses_foreach(settings, members) else LOOP
 
 
 def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa.ConsensusKernel:
-    """Return what computes a consensus of MISA.
+    """Return the kernel for a consensus of MISA.
 
     Args:
         job: the consensus.
-        key: names its members, to find again what was prepared for them.
-        plans: what was prepared; None if gradients are only to be added up.
+        key: identifies the set of members in `plans`.
+        plans: cache of what the Triton kernels have prepared; None to only add up gradients.
 
     Raises:
         ValueError: `fused=True`, and it is not possible; or a tensor does not fit its parameter.
@@ -161,11 +136,41 @@ def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa
         if fused:
             raise ValueError(f"fused=True is not possible: {kernel_or_reason}")
     check_shapes(job.members, ("moment", "pending"))
-    return misa.FOREACH if many_at_once(job.settings, job.members) else misa.LOOP
+    return misa.FOREACH if _uses_foreach(job.settings, job.members) else misa.LOOP
+
+
+def check_fused(
+    params: Sequence[Tensor],
+    preconditioner: Preconditioner,
+    settings: Mapping[str, Any],
+    sigma_follows: bool,
+) -> None:
+    """Raise ValueError if `fused=True` is not possible for the parameters of a group.
+
+    Args:
+        params: the parameters; of sharded ones the local parts.
+        preconditioner: their preconditioner.
+        settings: their group.
+        sigma_follows: True if sigma follows the gradients.
+    """
+    reason: str | None
+    if not settings["fused"]:
+        return
+    if not _on_cpu(params):
+        reason = triton_plan.obstacle(params, preconditioner)
+    elif sigma_follows:
+        reason = "on a CPU sigma must not follow the gradients; give sigma and rho"
+    elif settings["state_dtype"] not in (None, *(param.dtype for param in params)):
+        dtype = settings["state_dtype"]
+        reason = f"on a CPU state must be of its parameter's dtype, got {dtype}"
+    else:
+        reason = native.obstacle(params, preconditioner)
+    if reason is not None:
+        raise ValueError(f"fused=True is not possible: {reason}")
 
 
 def check_fused_misa(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if fused kernels are asked for that cannot step a group of MISA."""
+    """Raise ValueError if `fused=True` is not possible for a group of MISA."""
     if not group["fused"]:
         return
     params = group["params"]
@@ -176,26 +181,18 @@ def check_fused_misa(group: Mapping[str, Any]) -> None:
         raise ValueError(f"fused=True is not possible: {reason}")
 
 
-def able(kernel: Kernel, job: LocalJob) -> Kernel:
-    """Return `kernel`, or the next slower one that supports a job."""
-    while not kernel.supports(job):
-        assert kernel.slower is not None
-        kernel = kernel.slower
-    return kernel
-
-
-def steps_parts(settings: Mapping[str, Any], preconditioner: Preconditioner) -> bool:
-    """Return whether sharded parameters are stepped where their parts lie."""
+def steps_local_parts(settings: Mapping[str, Any], preconditioner: Preconditioner) -> bool:
+    """Return whether each process steps its own part of a sharded parameter."""
     return settings["foreach"] is not False and knows(preconditioner)
 
 
-def _on_cpu(params: Sequence[Tensor]) -> bool:
-    """Return whether Triton has nothing to do; its interpreter, in tests, takes CPUs too."""
-    return "cpu" not in triton_plan.DEVICES and all(param.is_cpu for param in params)
-
-
-def many_at_once(settings: Mapping[str, Any], members: Sequence[Member]) -> bool:
-    """Return whether parameters are taken many per call, as plain tensors are by default."""
+def _uses_foreach(settings: Mapping[str, Any], members: Sequence[Member]) -> bool:
+    """Return whether to use `foreach`: by default for plain tensors."""
     if settings["foreach"] is not None:
         return bool(settings["foreach"])
-    return all(type(real(member.param)) in _PLAIN for member in members)
+    return all(type(real(member.param)) in PLAIN_TYPES for member in members)
+
+
+def _on_cpu(params: Sequence[Tensor]) -> bool:
+    """Return whether no parameter is for Triton, whose interpreter in tests takes CPU tensors."""
+    return "cpu" not in triton_plan.DEVICES and all(param.is_cpu for param in params)

@@ -1,4 +1,4 @@
-"""What an optimizer hands to a kernel: tensors, and the numbers of one round."""
+"""The interface between optimizers and kernels: parameters, jobs and the kernel protocol."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torchpisa.preconditioners import NewtonSchulz, Preconditioner, SecondMoment
 from torchpisa.state_keys import slot_keys
 
 __all__ = [
+    "PLAIN_TYPES",
     "TINY",
     "FindsNonfinite",
     "Kernel",
@@ -27,10 +28,18 @@ __all__ = [
 ]
 
 
+# torch's own types of parameters; one of another type may be sharded (a DTensor).
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+# Stands in for a sigma that has seen no gradient yet.
+TINY = 1e-30
+
+
 class Member(NamedTuple):
     """One parameter, its gradient (None means zero) and all of its state.
 
-    Of a sharded parameter, `whole`, the other three are the part that this process holds.
+    If the parameter is sharded, `whole` is the DTensor and the other three are the part of it that
+    this process holds.
     """
 
     param: Tensor
@@ -40,19 +49,15 @@ class Member(NamedTuple):
 
     @property
     def origin(self) -> Tensor:
-        """The parameter that the optimizer was given."""
+        """The parameter as the optimizer was given it."""
         return self.param if self.whole is None else self.whole
 
 
-# Stands in for a sigma that has seen no gradient yet.
-TINY = 1e-30
-
-
 class Move(NamedTuple):
-    """A consensus: S, lambda, the relative learning rate, how it rounds, and its proximal term.
+    """The numbers of a consensus: S, lambda, the learning rate, rounding and the proximal term.
 
-    S is one number for all parameters or, where sigma follows the gradients, one for each of them,
-    by the `id` of the parameter; None if it is the sigma of the only batch there is.
+    S is one number for all parameters. Where sigma follows the gradients it is one for each of
+    them, by `id` of the parameter, or None with a single batch, whose sigma it then is.
     """
 
     total_sigma: Scalar | Mapping[int, Scalar] | None
@@ -63,17 +68,17 @@ class Move(NamedTuple):
     rho: Scalar = 0.0
 
     def scale(self, total_sigma: Scalar | None = None) -> Scalar:
-        """Return lr / (S + lr lambda), what the consensus multiplies U - lambda w by.
+        """Return lr / (S + lr lambda), the factor on U - lambda w.
 
         Args:
-            total_sigma: S of one parameter; None if it is the same for all.
+            total_sigma: S of one parameter; None if all have the same.
         """
         total: Any = self.total_sigma if total_sigma is None else total_sigma
         scale: Scalar = self.lr / (total + self.lr * self.consensus_decay)
         return scale
 
     def total(self, member: Member) -> Scalar:
-        """Return S of a parameter; never zero, which it is before the first gradient."""
+        """Return S of a parameter, above zero even before the first gradient."""
         if self.total_sigma is None:
             return sigma_of(member, 0)
         if isinstance(self.total_sigma, Mapping):
@@ -89,23 +94,23 @@ class LocalJob:
         members: the parameters, with the gradient of this batch.
         preconditioner: solves for d.
         slot: the batch, i.
-        sigma: its penalty in this round; None if that of each parameter follows its gradients and
-            is kept with its state.
-        rho: its weight of the preconditioner.
+        sigma: the batch's penalty in this round; None if sigma follows the gradients and is part
+            of each parameter's state.
+        rho: the batch's weight of the preconditioner.
         weight: alpha_i.
         weight_decay: mu - lambda.
         dual_decay: factor on the new dual.
         maximize: negate the gradients.
-        keep: a 0-d bool tensor that is False if the batch counts as absent, or None for True. It
-            is a tensor where asking for its value would make the host wait for the device.
-        move: consensus to take at once (one batch), or None to add to `pending` (several).
+        keep: a 0-d bool tensor, False if the batch counts as absent; None for True. Kernels do not
+            read its value, because the host would wait for the device.
+        move: the consensus to take in the same step (one batch), or None to add to `pending`.
         stochastic_rounding: round what is stored in bfloat16 at random instead of to nearest.
-        grad_scale: what the gradients were multiplied by (GradScaler), or None.
+        grad_scale: factor of a GradScaler on the gradients, or None.
         clip_scale: factor on the residual, or None.
-        search: leave out entries of gradients that are not finite, and note whose they are; for
-            kernels that search while they work.
-        flags: numbers on the device, one per member, that `foreach` raises where it finds a
-            gradient that is not finite, which then counts as zero; None if it need not look.
+        search: leave out single entries that are not finite and flag their member; for kernels
+            with `finds_nonfinite`.
+        flags: numbers on the device, one per member, to set where a gradient is not finite, which
+            then counts as zero; None to not check. For kernels with `takes_flags`.
     """
 
     members: list[Member]
@@ -127,19 +132,18 @@ class LocalJob:
 
     @property
     def penalty(self) -> Scalar:
-        """sigma where it is known to be given."""
+        """sigma, for code that runs only if it was given."""
         assert self.sigma is not None
         return self.sigma
 
 
 class FindsNonfinite(Protocol):
-    """The part of a kernel that deals with gradients that are not finite.
+    """The way a kernel deals with gradients that are not finite.
 
     Attributes:
-        finds_nonfinite: whether it looks for such entries while it works (`LocalJob.search`), so
-            that nobody has to look before.
-        takes_flags: whether it can leave out whole gradients that are not finite, and say whose
-            they are (`LocalJob.flags`).
+        finds_nonfinite: True if it finds and leaves out single entries while it works
+            (`LocalJob.search`), so that gradients need no check before.
+        takes_flags: True if it can leave out whole gradients and flag them (`LocalJob.flags`).
     """
 
     finds_nonfinite: ClassVar[bool]
@@ -150,7 +154,7 @@ class Kernel(FindsNonfinite, Protocol):
     """A way to compute local steps and consensuses; `kernels.dispatch` chooses among them.
 
     Attributes:
-        slower: the kernel to use for jobs that this one does not support.
+        slower: the fallback for jobs that this kernel does not support.
     """
 
     slower: ClassVar["Kernel | None"]
@@ -162,14 +166,14 @@ class Kernel(FindsNonfinite, Protocol):
         """Take equations (2.10) to (2.14) for one batch; with `job.move` also consensus (2.9)."""
 
     def residual_norm(self, job: LocalJob) -> list[Tensor]:
-        """Return norms of r_i, as 0-d tensors, over some of the members each."""
+        """Return norms of r_i as 0-d tensors, each over one or more members."""
 
     def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
-        """Take equation (2.9) from the sum in `pending`; nothing moves if `keep` is False."""
+        """Take equation (2.9) with the sum in `pending`; change nothing if `keep` is False."""
 
 
 def sigma_of(member: Member, slot: int) -> Scalar:
-    """Return the sigma that follows the gradients of a parameter, on a CPU as a float."""
+    """Return the sigma in a parameter's state: a float on a CPU, else a tensor."""
     sigma: Tensor = member.state[slot_keys(slot).sigma]
     return _positive(sigma.item() if sigma.device.type == "cpu" else sigma)
 
@@ -179,14 +183,14 @@ def _positive(sigma: Scalar) -> Scalar:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers, and a real one as it is."""
+    """Return a complex tensor viewed as pairs of real numbers; a real one as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def check_shapes(members: Iterable[Member], keys: Iterable[str]) -> None:
     """Raise ValueError if a gradient, or state under `keys`, is not shaped like its parameter.
 
-    Kernels compute with addresses and sizes, or broadcast: neither would notice.
+    Kernels would not notice: they compute with addresses and sizes, or broadcast.
     """
     keys = tuple(keys)
     for param, grad, state, _ in members:
@@ -207,7 +211,7 @@ def check_shapes(members: Iterable[Member], keys: Iterable[str]) -> None:
 
 
 def keys_shaped_like_params(preconditioner: Preconditioner, slot: int) -> list[str]:
-    """Return the keys of state that is shaped like its parameter; other state may not be."""
+    """Return the keys of the state tensors that must be shaped like their parameter."""
     keys = slot_keys(slot)
     if isinstance(preconditioner, SecondMoment):
         return [keys.dual, keys.moment, "pending"]
@@ -217,14 +221,14 @@ def keys_shaped_like_params(preconditioner: Preconditioner, slot: int) -> list[s
 
 
 def mark_changed(params: Iterable[Tensor]) -> None:
-    """Tell autograd that `params` were written to by code that torch does not see.
+    """Tell autograd that code outside torch has written to `params`.
 
-    A backward pass through what they were before then raises, as it does after any other step.
+    A backward pass through their earlier values then raises, as after any optimizer step.
     """
     for param in params:  # one by one: older versions of torch take no lists
         torch.autograd.graph.increment_version(param)
 
 
 def compute_dtype(param: Tensor, state: Tensor) -> torch.dtype:
-    """Return at least float32, so that half-precision state is rounded once per step."""
+    """Return the dtype to compute in: at least float32, so a step rounds only what it stores."""
     return torch.promote_types(torch.promote_types(param.dtype, state.dtype), torch.float32)

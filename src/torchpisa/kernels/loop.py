@@ -28,7 +28,7 @@ __all__ = ["LOOP", "Loop", "add_dual"]
 
 
 class Loop:
-    """One parameter after the other, for any preconditioner; see `Kernel`."""
+    """The kernel that steps one parameter after the other, with any preconditioner."""
 
     finds_nonfinite: ClassVar[bool] = False
     takes_flags: ClassVar[bool] = False
@@ -49,19 +49,19 @@ class Loop:
                 _preconditioner_state(job, member, problem.dual.dtype)
                 for member, problem in zip(chunk, problems, strict=True)
             ]
-            follows = [_follow(job, *pair) for pair in zip(chunk, problems, strict=True)]
+            followed = [_follow(job, *pair) for pair in zip(chunk, problems, strict=True)]
             problems = [
                 replace(problem, sigma=new["sigma"]) if new else problem
-                for problem, new in zip(problems, follows, strict=True)
+                for problem, new in zip(problems, followed, strict=True)
             ]
             solved = solve_for_deltas(job.preconditioner, problems, states)
             _check_solution(job.preconditioner, problems, states, solved)
-            for member, problem, state, (delta, new_state), follow in zip(
-                chunk, problems, states, solved, follows, strict=True
+            for member, problem, state, (delta, new_state), new_sigma in zip(
+                chunk, problems, states, solved, followed, strict=True
             ):
                 local = pisa.local_step_of_delta(problem.dual, delta, job.dual_decay)
                 keep = _keep(job, problem.dual)
-                for name, value in follow.items():
+                for name, value in new_sigma.items():
                     target = member.state[state_key(name, job.slot)]
                     target.copy_(_chooser(keep)(value, target))
                 _store(job, member, problem, local, state, new_state)
@@ -85,7 +85,7 @@ LOOP = Loop()
 
 @torch.no_grad()
 def add_dual(members: list[Member], slot: int, weight: float, stochastic_rounding: bool) -> None:
-    """Let an absent batch contribute its dual, u_i = pi_i."""
+    """Add the dual of an absent batch to the pending sums: u_i = pi_i."""
     key = slot_keys(slot).dual
     check_shapes(members, (key, "pending"))
     for param, _, state, _ in members:
@@ -127,7 +127,7 @@ def _problem(job: LocalJob, member: Member) -> LocalProblem:
 
 
 def _follow(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, Tensor]:
-    """Return sigma and level of a parameter whose sigma follows its gradients; else nothing."""
+    """Return the new sigma and level if sigma follows the gradients, else an empty dictionary."""
     rule = job.preconditioner
     if job.sigma is not None:
         return {}
@@ -143,7 +143,7 @@ def _follow(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, T
 
 
 def _preconditioner_state(job: LocalJob, member: Member, dtype: torch.dtype) -> State:
-    """Return the preconditioner's state of this batch, by the names it was initialised with."""
+    """Return the preconditioner's state for this batch, under the names of its `init`."""
     state = {}
     for name, value in of_slot(member.state, job.slot).items():
         if name not in ("dual", "step", "sigma", "level"):
@@ -158,7 +158,7 @@ def _check_solution(
     states: list[State],
     solved: list[tuple[Tensor, dict[str, Tensor]]],
 ) -> None:
-    """Raise ValueError for a solution of the wrong shape, which would be broadcast in silence."""
+    """Raise ValueError for a solution of the wrong shape, which torch would broadcast silently."""
     name = type(preconditioner).__name__
     for problem, state, (d, new_state) in zip(problems, states, solved, strict=True):
         if d.shape != problem.residual.shape:
@@ -217,9 +217,9 @@ def _count(state: MutableMapping[str, Any], key: str, keep: Tensor | None) -> No
 
 
 def _counter(state: MutableMapping[str, Any], key: str, keep: Tensor | None) -> Tensor:
-    """Return a counter; where `keep` decides about it, it moves there, for good.
+    """Return a counter, moved for good to the device of `keep` if that decides about it.
 
-    Already when it is read: a run that was loaded must not compute with another precision.
+    It moves when first read, so that a loaded run computes with the same precision.
     """
     if keep is not None and state[key].device != keep.device:
         state[key] = state[key].to(keep.device, non_blocking=True)

@@ -52,20 +52,20 @@ class ConsensusJob:
 
     Attributes:
         members: the parameters, on one device and of one dtype.
-        grads: their gradients, or those of several batches added up; not to be written to.
-        matrix: whether they are orthogonalised.
+        grads: their gradients, summed over the batches of the round; must not be modified.
+        matrix: True if they are orthogonalised.
         settings: their group.
         lr: the learning rate.
-        weight_decay: what of it they have.
-        round: rounds that are done, known to the host.
-        keep: nothing changes if this is False; None for True.
+        weight_decay: the decoupled weight decay.
+        round: the number of rounds done.
+        keep: a 0-d bool tensor, False if nothing is to change; None for True.
         maximize: negate the gradients.
-        grad_scale: what the gradients were multiplied by (GradScaler), or None.
+        grad_scale: factor of a GradScaler on the gradients, or None.
         clip_scale: factor on the residual, or None.
-        search: count entries of gradients that are not finite as zero, and note whose they are; for
-            kernels that search while they work.
-        flags: numbers on the device, one per member, to raise where a gradient is not finite, which
-            then counts as zero; None to not look.
+        search: count single entries that are not finite as zero and flag their member; for kernels
+            with `finds_nonfinite`.
+        flags: numbers on the device, one per member, to set where a gradient is not finite, which
+            then counts as zero; None to not check.
         replicas: processes that take the same step and share the orthogonalisation, or None.
     """
 
@@ -86,7 +86,7 @@ class ConsensusJob:
 
     @property
     def whole_here(self) -> bool:
-        """Whether this process has all of each matrix, and is to orthogonalise it."""
+        """True if this process has whole matrices and orthogonalises all of them itself."""
         return self.members[0].whole is None and self.replicas is None
 
 
@@ -97,11 +97,11 @@ class ConsensusKernel(FindsNonfinite, Protocol):
         """Update duals, preconditioners and weights."""
 
     def residual_norms(self, job: ConsensusJob) -> list[Tensor]:
-        """Return norms of r, as 0-d tensors, over some of the members each."""
+        """Return norms of r as 0-d tensors, each over one or more members."""
 
 
 class ConsensusLoop:
-    """One parameter after the other; see `ConsensusKernel`."""
+    """The kernel that steps one parameter after the other; see `ConsensusKernel`."""
 
     finds_nonfinite: ClassVar[bool] = False
     takes_flags: ClassVar[bool] = False
@@ -119,7 +119,7 @@ class ConsensusLoop:
 
 
 class ConsensusForeach(ConsensusLoop):
-    """Many parameters per call; see `ConsensusKernel`."""
+    """The kernel that steps many parameters per call; see `ConsensusKernel`."""
 
     takes_flags: ClassVar[bool] = True
 
@@ -135,7 +135,7 @@ LOOP, FOREACH = ConsensusLoop(), ConsensusForeach()
 
 
 def gradients(job: ConsensusJob) -> list[Tensor]:
-    """Return the gradients in the dtype to compute in, clipped; not to be written to."""
+    """Return the gradients, clipped, in the dtype to compute in; must not be modified."""
     dtype = compute_dtype(real(job.members[0].param), real(job.members[0].state["dual"]))
     grads = [real(grad).to(dtype) for grad in job.grads]
     if job.grad_scale is not None:
@@ -177,8 +177,14 @@ def _loop_step(job: ConsensusJob) -> None:
                 o, of_stage = done
             else:
                 if settings["before"] is not None:
-                    (u,), stacked = _through_stage(job, [member.state], [u], [grad])
-                    of_stage = {key: value for key, (value,) in stacked.items()}
+                    states = _blocks_of_states(job, [member.state])
+                    columns = (_blocks_of(job, [column]) for column in (u, grad))
+                    changed, stacked = _through_stage(job, states, *columns)
+                    (u,) = _joined(job, changed, [u])
+                    of_stage = {
+                        key: value[0] if len(value) == 1 else value.flatten(0, 1)
+                        for key, value in stacked.items()
+                    }
                 (o,) = _orthogonalized(job, [member.origin], [u])
             for key, value in of_stage.items():
                 stored[key], new[key] = member.state[key], value
@@ -278,15 +284,45 @@ def _matrices(
 
 def _staged(job: ConsensusJob, us: Tensors, grads: Tensors) -> Tensors:
     """Return what the stage before the orthogonalisation makes of U, and update its state."""
-    staged = list(us)
-    states = [member.state for member in job.members]
-    for indexes, results, new in _through_stage_by_shape(job, states, us, grads):
+    states = _blocks_of_states(job, [member.state for member in job.members])
+    staged = _blocks_of(job, us)
+    columns = list(staged), _blocks_of(job, grads)
+    for indexes, results, new in _through_stage_by_shape(job, states, *columns):
         for index, result in zip(indexes, results, strict=True):
             staged[index] = result
         for key, values in new.items():
             stored = [states[index][key] for index in indexes]
             write_back(stored, list(values), job.settings["stochastic_rounding"])
-    return staged
+    return _joined(job, staged, us)
+
+
+def _blocks_of(job: ConsensusJob, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the matrices that tensors consist of, see `block_shape`."""
+    count = job.settings["blocks"]
+    matrices = [tensor.reshape(-1, block_shape(tensor, count)[1]) for tensor in tensors]
+    return [block for matrix in matrices for block in matrix.chunk(count)]
+
+
+def _joined(job: ConsensusJob, blocks: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `_blocks_of` has taken apart."""
+    count = job.settings["blocks"]
+    if count > 1:
+        blocks = [torch.cat(blocks[i : i + count]) for i in range(0, len(blocks), count)]
+    return [block.view(tensor.shape) for block, tensor in zip(blocks, like, strict=True)]
+
+
+def _blocks_of_states(
+    job: ConsensusJob, states: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Tensor]]:
+    """Return the state of the stage for each block, as views: blocks are one below the other."""
+    names, count = job.settings["before"].names, job.settings["blocks"]
+    if count == 1:
+        return [{name: state[name] for name in names} for state in states]
+    return [
+        dict(zip(names, parts, strict=True))
+        for state in states
+        for parts in zip(*(state[name].chunk(count) for name in names), strict=True)
+    ]
 
 
 def _through_stage_by_shape(
@@ -295,7 +331,7 @@ def _through_stage_by_shape(
     us: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> Iterator[tuple[list[int], list[Tensor], dict[str, Tensor]]]:
-    """Apply the stage to whole matrices, as many of one shape at once as memory allows.
+    """Apply the stage to matrices, as many of one shape at once as memory allows.
 
     Yields:
         Indexes of the matrices, what the stage makes of each, and what is new in their state,
@@ -303,7 +339,7 @@ def _through_stage_by_shape(
     """
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, u in enumerate(us):
-        alike.setdefault(tuple(sorted(block_shape(u))), []).append(index)
+        alike.setdefault(tuple(sorted(u.shape)), []).append(index)
     for (n, k), indexes in alike.items():
         state = [states[indexes[0]][name] for name in job.settings["before"].names]
         # Matrices, what they become on the way, and for each part of the state about four more.
@@ -328,18 +364,16 @@ def _through_stage(
         What it makes of each U, and what is new in their state, stacked.
     """
     stage: Stage = job.settings["before"]
-    matrices = [u.flatten(1) for u in us]
-    tall = [matrix.size(0) > matrix.size(1) for matrix in matrices]
+    tall = [u.size(0) > u.size(1) for u in us]
 
     def stacked(tensors: Iterable[Tensor]) -> Tensor:
         pairs = zip(tensors, tall, strict=True)
         return torch.stack([each.mT if is_tall else each for each, is_tall in pairs])
 
     state = {name: torch.stack([each[name] for each in states]) for name in stage.names}
-    batch = stacked(matrices), stacked(grad.flatten(1) for grad in grads)
-    changed, new = stage.apply(*batch, state, job.round)
-    pairs = zip(us, changed, tall, strict=True)
-    return [(x.mT if is_tall else x).reshape(u.shape) for u, x, is_tall in pairs], new
+    changed, new = stage.apply(stacked(us), stacked(grads), state, job.round)
+    pairs = zip(changed, tall, strict=True)
+    return [(x.mT if is_tall else x).contiguous() for x, is_tall in pairs], new
 
 
 def _average(job: ConsensusJob, duals: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
@@ -370,16 +404,7 @@ def _orthogonalized(
     job: ConsensusJob, origins: Sequence[Tensor], us: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return U V^T for each matrix U S V^T, shaped like U; block by block if it has `blocks`."""
-    count = job.settings["blocks"]
-    matrices = [u.reshape(-1, block_shape(u, count)[1]) for u in us]
-    if count == 1:
-        os = _solve(job, origins, matrices)
-    else:
-        blocks = [block for matrix in matrices for block in matrix.chunk(count)]
-        of_blocks = _solve(job, origins, blocks)
-        starts = range(0, len(of_blocks), count)
-        os = [torch.cat(of_blocks[start : start + count]) for start in starts]
-    return [o.view(u.shape) for o, u in zip(os, us, strict=True)]
+    return _joined(job, _solve(job, origins, _blocks_of(job, us)), us)
 
 
 def _solve(
@@ -426,21 +451,23 @@ def _by_owners(
             tensors += [grad, *(member.state[name].to(grad.dtype) for name in names)]
             laid_out += [member.origin, *(dtensor.whole_state(member, name) for name in names)]
 
+    def matrix(block: Tensor) -> Tensor:
+        is_entry = job.settings["blocks"] > 1 and len(block) == 1  # of a stack
+        return (block[0] if is_entry else block).flatten(1)
+
     def solved(matrices: list[list[Tensor]]) -> list[list[Tensor]]:
-        blocks = [tensors[0] for tensors in matrices]
+        blocks = [matrix(tensors[0]) for tensors in matrices]
         states = [dict(zip(names, tensors[2:], strict=True)) for tensors in matrices]
         if names:
-            columns = list(blocks), [tensors[1] for tensors in matrices]
+            columns = list(blocks), [matrix(tensors[1]) for tensors in matrices]
             for indexes, results, new in _through_stage_by_shape(job, states, *columns):
                 for place, index in enumerate(indexes):
                     blocks[index] = results[place]
                     states[index].update({key: values[place] for key, values in new.items()})
-        is_entry = [job.settings["blocks"] > 1 and len(b) == 1 for b in blocks]  # of a stack
-        pairs = zip(blocks, is_entry, strict=True)
-        os = _solve(job, origins, [(b[0] if entry else b).flatten(1) for b, entry in pairs])
+        os = _solve(job, origins, blocks)
         return [
-            [o.view(block.shape), *(state[name].to(o.dtype) for name in names)]
-            for o, block, state in zip(os, blocks, states, strict=True)
+            [o.view(tensors[0].shape), *(state[name].to(o.dtype) for name in names)]
+            for o, tensors, state in zip(os, matrices, states, strict=True)
         ]
 
     results = owners.by_owners(

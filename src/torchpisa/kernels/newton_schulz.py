@@ -151,7 +151,8 @@ def workspace(chunks: Sequence[Chunk], like: Tensor) -> Callable[[Chunk], Buffer
 def _squares(n: int, k: int) -> int:
     """Return how many n x n matrices are needed beside an n x k matrix and the next one.
 
-    What is not read by the last product, which writes the next X, is in the memory of that.
+    One is read by the last product, which writes the next X. The others lie in the memory of the
+    next X until then, as many as it has room for.
     """
     return 2 if _LONG * n <= k < _ROOMY * n else 1
 
@@ -268,7 +269,8 @@ def _by_gram_matrix(steps: int, x: Tensor, following: Tensor, squares: Tensor) -
     """Take two iterations or more as one product with X, by halves."""
     from torchpisa.kernels.triton.symmetric import symmetric_product
 
-    # X is not multiplied before the end: until then the memory of the next X is free.
+    # X is not multiplied before the end: until then the memory of the next X is free. It has room
+    # for three matrices, or for two, and then `squares` has two.
     polynomial, *other = squares
     product, spare, gram = *_inside(following, 3 - len(other)), *other
     symmetric_product(x, gram)

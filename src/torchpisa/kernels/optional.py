@@ -1,17 +1,17 @@
-"""What may or may not be installed beside torch."""
+"""Optional dependencies of kernels: Triton."""
 
 import importlib.util
 from functools import cache
 
 __all__ = ["without_triton"]
 
-# The oldest version whose compiler and interpreter take the kernels.
+# The oldest version that compiles and interprets the kernels.
 _TRITON = (3, 3)
 
 
 @cache
 def without_triton() -> str | None:
-    """Return why Triton cannot be used, or None; it is imported only to be used."""
+    """Return the reason why Triton cannot be used, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     import triton

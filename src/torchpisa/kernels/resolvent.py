@@ -1,4 +1,4 @@
-"""`Spectral` for many matrices at once: those of one shape in one batch, within a bound on memory.
+"""Solve `Spectral` for many matrices: batches of equal shapes, of bounded memory.
 
 The mathematics is in `algorithms/spectral.py`.
 """
@@ -16,7 +16,7 @@ from torchpisa.preconditioners import Spectral
 
 __all__ = ["averaged", "resolvents"]
 
-# As in `newton_schulz`: on a CPU batches spare small matrices the overhead of calls, no more.
+# Small, because on a CPU batches only save small matrices the overhead of calls.
 _CPU_CHUNK_BYTES = 4 * 2**20
 
 
@@ -25,12 +25,12 @@ def resolvents(rs: Sequence[Tensor], rule: Spectral, sigma: Scalar, rho: Scalar)
 
     Args:
         rs: matrices of one device and dtype.
-        rule: says what Q is.
+        rule: the choice of Q.
         sigma: the penalty.
         rho: the weight of Q.
     """
     ys = list(rs)
-    for scale, indexes in _alike(rs, rule):
+    for scale, indexes in _batches(rs, rule):
         # Up to transposition, under which the resolvent is transposed too.
         wide = [rs[i] if rs[i].size(0) <= rs[i].size(1) else rs[i].mT for i in indexes]
         y = _solved(torch.stack(wide), rule, sigma, rho / scale)
@@ -42,7 +42,7 @@ def resolvents(rs: Sequence[Tensor], rule: Spectral, sigma: Scalar, rho: Scalar)
 def _solved(x: Tensor, rule: Spectral, sigma: Scalar, rho: Scalar) -> Sequence[Tensor]:
     if rule.method != "smooth":
         return rule.solve_matrix(x, {}, sigma, rho, 1)[0].unbind()
-    # By the kernels of Newton-Schulz, which compute halves of symmetric products.
+    # With the kernels of Newton-Schulz, which compute one half of symmetric products only.
     both, scale = spectral.augmented(x, sigma, rho)
     orthogonal = newton_schulz.orthogonalize(both.unbind(), rule.ns_steps, rule.dtype)
     return [each[:, : x.size(-1)] / scale for each in orthogonal]
@@ -58,7 +58,8 @@ def averaged(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the same for the form with averages, and the new averages.
 
-    One by one: eigendecompositions are not any faster in batches, and counters may differ.
+    Matrices are solved one by one: batches do not speed up eigendecompositions, and step counts may
+    differ.
     """
     ys, new_averages = [], []
     for r, average, step in zip(rs, averages, steps, strict=True):
@@ -69,15 +70,15 @@ def averaged(
     return ys, new_averages
 
 
-def _alike(rs: Sequence[Tensor], rule: Spectral) -> list[tuple[float, list[int]]]:
-    """Return matrices that go in one batch: their scale, and where they are in the list."""
+def _batches(rs: Sequence[Tensor], rule: Spectral) -> list[tuple[float, list[int]]]:
+    """Return the batches: the scale of their matrices, and the indexes of those."""
     by_scale: dict[float, list[int]] = {}
     for index, r in enumerate(rs):
         by_scale.setdefault(rule.scale(r.size(0), r.size(1)), []).append(index)
     batches = []
     for scale, indexes in by_scale.items():
         shapes = [(rs[i].size(0), rs[i].size(1)) for i in indexes]
-        most = _CPU_CHUNK_BYTES if rs[0].device.type == "cpu" else None
-        for chunk in chunks(shapes, rs[0].itemsize, most):
+        chunk_bytes = _CPU_CHUNK_BYTES if rs[0].device.type == "cpu" else None
+        for chunk in chunks(shapes, rs[0].itemsize, chunk_bytes):
             batches.append((scale, [indexes[i] for i in chunk.indexes]))
     return batches

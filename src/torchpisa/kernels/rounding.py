@@ -1,4 +1,4 @@
-"""How results are written into tensors of a narrower dtype."""
+"""Round results to the dtype in which they are stored."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ __all__ = ["store"]
 
 
 def store(target: Tensor, value: Tensor, stochastic: bool) -> None:
-    """Write `value` into `target`, rounded to nearest or, to bfloat16, at random.
+    """Write `value` into `target`, rounded to nearest or, for bfloat16, at random.
 
-    Rounding up or down with the probabilities that make the error zero on average lets steps much
-    smaller than the spacing of bfloat16 add up, where rounding to nearest would lose each of them.
+    Random rounding has an error of zero on average. So steps much smaller than the spacing of
+    bfloat16 add up, where rounding to nearest would lose each of them.
     """
     if stochastic and target.dtype == torch.bfloat16:
         value = _rounded(value.float())

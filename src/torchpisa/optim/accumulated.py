@@ -1,4 +1,4 @@
-"""Warn when a loop adds up gradients that an optimizer with several batches wants one by one."""
+"""Warn when gradients are accumulated that an optimizer with several batches needs one by one."""
 
 import warnings
 import weakref
@@ -9,35 +9,35 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["AccumulationWarning", "AccumulationWatch"]
 
-# Steps after which a loop that has not accumulated is taken for one that never does.
+# Steps after which a loop is taken to never accumulate.
 _STEPS = 8
 
 
 class AccumulationWarning(UserWarning):
-    """As many gradients as a round has batches were added up for one step()."""
+    """Warning that one step() got the sum of as many gradients as a round has batches."""
 
 
 class AccumulationWatch:
-    """Count backward passes between the first steps, and warn once if they fill a round."""
+    """Count backward passes between steps, and warn once if there are as many as batches."""
 
     def __init__(self) -> None:
         self._handle: RemovableHandle | None = None
-        self._passes = self._looks = 0
+        self._passes = self._steps = 0
         # Of a window that ends in the closure of a step, those before and including it.
         self._before_step = self._with_closure = 0
         self._grad: weakref.ref[Tensor] | None = None
 
-    def look(self, params: Sequence[Tensor], batches: int) -> None:
-        """Look at what has happened since the step before; called at the beginning of each one.
+    def on_step(self, params: Sequence[Tensor], batches: int) -> None:
+        """Check the passes since the last step; called at the beginning of each step.
 
         Args:
             params: the optimizer's parameters.
-            batches: in a round.
+            batches: the number of batches in a round.
         """
-        # Two passes may well be two losses of one batch, as of a GAN's real and generated images.
-        if batches <= 2 or self._looks > _STEPS:
+        # Two passes are often two losses of one batch, as of a GAN's real and generated images.
+        if batches <= 2 or self._steps > _STEPS:
             return
-        self._looks += 1
+        self._steps += 1
         if self._handle is None:
             reached = (param for param in params if param.grad is not None and param.is_leaf)
             param = next(reached, None)
@@ -54,17 +54,17 @@ class AccumulationWatch:
                 AccumulationWarning,
                 stacklevel=2,
             )
-            self._looks = _STEPS + 1
-        if self._looks > _STEPS:
+            self._steps = _STEPS + 1
+        if self._steps > _STEPS:
             self._handle.remove()
         self._before_step, self._passes, self._with_closure = self._passes, 0, 0
 
-    def skipped(self) -> None:
-        """Forget the passes of a batch that was left out."""
+    def on_skip(self) -> None:
+        """Forget the passes of a batch that is skipped."""
         self._passes = self._before_step = self._with_closure = 0
 
     def _count(self, param: Tensor) -> None:
-        # Not added up if the gradient was cleared meanwhile, as before a graph is captured.
+        # A new gradient tensor means that the old one was cleared: counting starts again.
         if self._grad is None or self._grad() is not param.grad:
             self._passes = self._before_step = 0
         assert param.grad is not None

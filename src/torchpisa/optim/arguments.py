@@ -1,4 +1,4 @@
-"""Checks of what is peculiar to optimizers: groups, values per batch, unknown names."""
+"""Checks and normal forms of optimizer arguments: groups, values per batch, unknown names."""
 
 import difflib
 import math
@@ -15,30 +15,30 @@ from torchpisa.checks import check_choice, check_range
 __all__ = [
     "Calibrated",
     "check_dtype",
-    "check_following",
     "check_gamma",
     "check_group",
     "check_penalties",
     "check_rho",
     "check_shared",
     "check_sigma",
+    "check_without_sigma",
     "has_peers",
-    "in_form",
+    "normalize_penalties",
+    "normalized",
     "numbers",
     "of_constructor",
     "per_batch",
     "plain",
-    "put_penalties_in_form",
-    "refuse_foreign",
+    "reject_foreign_calibration",
     "reject_unknown",
     "shares",
     "warn_about_absolute_lr",
 ]
 
-# Settings that are floats, also where an integer was given.
+# Settings that are stored as floats even if an integer was given.
 FLOATS = dict.fromkeys(("lr", "gamma", "weight_decay", "consensus_decay", "dual_decay"), 0.0)
 
-# Penalties, of which every batch has one.
+# Settings with one value for each batch.
 PENALTIES = ("sigma", "rho", "sisa_sigma", "sisa_rho")
 
 # What torch's schedulers and common trainers write into parameter groups.
@@ -74,7 +74,7 @@ def of_constructor(local_variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_peers(process_group: Any) -> bool:
-    """Return whether a `process_group` has other ranks than this one."""
+    """Return whether a `process_group` has other ranks."""
     if process_group is None:
         return False
     from torchpisa.distributed.process_group import join
@@ -94,10 +94,10 @@ def reject_unknown(given: Mapping[str, Any], legal: Iterable[str], where: str) -
             )
 
 
-def in_form(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group as Python's own numbers, floats where defaults are floats.
+def normalized(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group with plain Python numbers, floats where the default is a float.
 
-    Checkpoints then load anywhere, and no integer is too long for torch.
+    So checkpoints load without numpy, and no integer is too large for torch.
     """
     given = {name: value if name == "params" else plain(value) for name, value in group.items()}
     for name, value in given.items():
@@ -108,7 +108,7 @@ def in_form(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with numbers of numpy's as Python's own, so that checkpoints load anywhere."""
+    """Return `value` with numpy numbers turned into Python's, so checkpoints need no numpy."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list):
@@ -137,8 +137,7 @@ def per_batch(name: str, value: Any, batches: int, check: Callable[[str, Any], N
 def numbers(values: Sequence[Any], device: torch.device | None) -> list[Any]:
     """Return `values` as floats, or as tensors of float32 on `device`.
 
-    Plain floats, whatever kind of number was given, so that checkpoints load anywhere; never in
-    torch's default dtype, which may be too coarse.
+    Never in torch's default dtype, which may be too coarse.
     """
     floats = [float(value) for value in values]
     if device is None:
@@ -156,7 +155,7 @@ def shares(weights: Sequence[float] | None, batches: int) -> list[float]:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Check what every optimizer here has in a parameter group, sigma, rho and gamma excepted."""
+    """Check the settings that all optimizers share, except sigma, rho and gamma."""
     check_range("lr", group["lr"], 0, high_open=True)
     check_range("weight_decay", group["weight_decay"], 0, high_open=True)
     check_range("consensus_decay", group["consensus_decay"], 0, high_open=True)
@@ -168,7 +167,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def check_kernels(group: Mapping[str, Any]) -> None:
-    """Check which kernels a group asks for."""
+    """Check `foreach` and `fused` of a group."""
     for flag in ("foreach", "fused"):
         check_choice(flag, group[flag], (None, True, False))
     if group["foreach"] and group["fused"]:
@@ -176,17 +175,17 @@ def check_kernels(group: Mapping[str, Any]) -> None:
 
 
 def check_shared(group: Mapping[str, Any]) -> None:
-    """Check settings that all groups have in common."""
+    """Check settings that must be the same in all groups."""
     check_choice("nonfinite", group["nonfinite"], ("raise", "skip", "ignore"))
     if group["clip"] is not None:
         check_range("clip", group["clip"], 0, low_open=True)
 
 
 class Calibrated(float):
-    """A penalty that was calibrated for one kind of optimizer.
+    """A penalty that was calibrated for one class of optimizers.
 
     Attributes:
-        optimizer: its name.
+        optimizer: the name of the class.
     """
 
     optimizer: str
@@ -197,7 +196,7 @@ class Calibrated(float):
         return made
 
 
-def refuse_foreign(given: Mapping[str, Any], optimizer: str) -> None:
+def reject_foreign_calibration(given: Mapping[str, Any], optimizer: str) -> None:
     """Raise ValueError if a penalty was calibrated for an optimizer with another scale."""
     for name, value in given.items():
         if isinstance(value, Calibrated) and optimizer not in (value.optimizer, "PISA"):
@@ -208,13 +207,13 @@ def refuse_foreign(given: Mapping[str, Any], optimizer: str) -> None:
 
 
 def check_penalties(group: Mapping[str, Any], sigma: str, rho: str) -> None:
-    """Check sigma and rho of a group, under these names."""
+    """Check the settings of a group with the names `sigma` and `rho`."""
     per_batch(sigma, group[sigma], group["batches"], check_sigma)
     per_batch(rho, group[rho], group["batches"], check_rho)
 
 
-def put_penalties_in_form(group: dict[str, Any]) -> None:
-    """Make penalties one number per batch: floats, or tensors where the parameters are."""
+def normalize_penalties(group: dict[str, Any]) -> None:
+    """Turn penalties into one number per batch: floats or, if capturable, tensors."""
     params = group["params"]
     device = params[0].device if params else torch.device("cpu")
     for name in PENALTIES:
@@ -224,7 +223,7 @@ def put_penalties_in_form(group: dict[str, Any]) -> None:
             group[name] = numbers(values, device if group["capturable"] else None)
 
 
-def check_following(group: Mapping[str, Any]) -> None:
+def check_without_sigma(group: Mapping[str, Any]) -> None:
     """Check a group without sigma, whose sigma follows the gradients."""
     for name, legal in (("rho", None), ("gamma", 1.0), ("initial_consensus", False)):
         if group[name] != legal:
@@ -257,14 +256,14 @@ def check_dtype(name: str, value: Any) -> None:
 
 
 def check_ns_dtype(value: Any) -> None:
-    """Raise ValueError unless Newton-Schulz can be computed in this: a dtype, None or "auto"."""
+    """Raise ValueError unless `value` is a real floating dtype, None or "auto"."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     if not (floating or value is None or value == "auto"):
         raise ValueError(f"ns_dtype must be a real floating dtype, None or 'auto', got {value!r}")
 
 
 def check_sigma(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is finite and above 0, as a weight alpha must be, too."""
+    """Raise ValueError unless `value` is finite and above 0."""
     check_range(name, value, 0, low_open=True, high_open=True)
 
 
@@ -274,6 +273,6 @@ def check_rho(name: str, value: Any) -> None:
 
 
 def check_gamma(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is in (0, 1], or a rule, whose values are checked later."""
+    """Raise ValueError unless `value` is in (0, 1] or a function of the iteration."""
     if not callable(value):
         check_range(name, value, 0, 1, low_open=True)

@@ -1,4 +1,4 @@
-"""A word of warning when weights run away, without looking at the loss or waiting for a device."""
+"""Warn when weights grow by orders of magnitude, without knowing the loss or waiting for a GPU."""
 
 import math
 import warnings
@@ -12,39 +12,40 @@ from torchpisa.kernels.job import real
 
 __all__ = ["DivergenceWarning", "Guard"]
 
-# Elements that are looked at of a tensor, and growth that is reported.
+# Elements to sample from each tensor.
 _SAMPLE = 1024
+# Growth of the root mean square that is reported.
 _GROWTH = 1e3
-# Root mean squares are compared with at least this: weights may start at zero.
+# Lower bound of the first root mean square, because weights may start at zero.
 _LEAST = 1e-2
 
 
 class DivergenceWarning(UserWarning):
-    """Weights have grown by orders of magnitude; silence it as any warning."""
+    """Warning that weights have grown by orders of magnitude."""
 
 
 class Guard:
-    """Looks at a sample of the weights now and then, and warns once if they run away.
+    """Sample the weights now and then, and warn once if they grow by orders of magnitude.
 
-    What is seen in one look is read in the next one, so that nothing waits for a device.
+    Each check reads the sample that the check before has taken, so that nothing waits for a GPU.
     """
 
-    every = 32  # rounds between two looks
+    every = 32  # rounds between two checks
 
     def __init__(self) -> None:
-        self._level: float | None = None
-        self._seen: Tensor | None = None
+        self._first: float | None = None
+        self._sampled: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         self._warned = False
 
     @torch.no_grad()
-    def look(self, iteration: int, params: Sequence[Tensor], remedy: str) -> None:
-        """Take a look; called every so many rounds.
+    def check(self, iteration: int, params: Sequence[Tensor], advice: str) -> None:
+        """Judge the last sample and take the next one; called once in `every` rounds.
 
         Args:
-            iteration: rounds done.
+            iteration: the number of rounds done.
             params: the weights.
-            remedy: what to change, for the message.
+            advice: what to try, for the warning.
         """
         if self._warned:
             return
@@ -52,25 +53,25 @@ class Guard:
             return
         if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
             return
-        if self._seen is not None:
-            self._judge(iteration, float(self._seen), remedy)
+        if self._sampled is not None:
+            self._judge(iteration, float(self._sampled), advice)
         rms = _rms(params)
-        self._seen = None if rms is None else rms.to("cpu", non_blocking=True)
+        self._sampled = None if rms is None else rms.to("cpu", non_blocking=True)
         self._arrived = None
         if rms is not None and rms.is_cuda:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
-    def _judge(self, iteration: int, rms: float, remedy: str) -> None:
-        if self._level is None:
-            self._level = max(rms, _LEAST) if math.isfinite(rms) else None
+    def _judge(self, iteration: int, rms: float, advice: str) -> None:
+        if self._first is None:
+            self._first = max(rms, _LEAST) if math.isfinite(rms) else None
             return
-        if rms > _GROWTH * self._level or not math.isfinite(rms):
+        if rms > _GROWTH * self._first or not math.isfinite(rms):
             self._warned = True
             warnings.warn(
                 f"weights have grown to a root mean square of {rms:.3g} at iteration "
-                f"{iteration - self.every}, from {self._level:.3g}: the training seems to diverge; "
-                f"{remedy}",
+                f"{iteration - self.every}, from {self._first:.3g}: the training seems to diverge; "
+                f"{advice}",
                 DivergenceWarning,
                 stacklevel=2,
             )

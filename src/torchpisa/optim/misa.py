@@ -1,4 +1,4 @@
-"""MISA: one learning rate in AdamW's terms, matrices orthogonalised at the consensus. Ours."""
+"""MISA as a torch optimizer: matrices are orthogonalised, the rest steps as in AdamW. Ours."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
@@ -9,10 +9,16 @@ from torch.optim.optimizer import ParamsT
 
 from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.kernels import dispatch
-from torchpisa.kernels.job import Member, compute_dtype, real
-from torchpisa.kernels.misa import ConsensusJob, ConsensusKernel, gradients, is_stack
+from torchpisa.kernels.job import PLAIN_TYPES, Member, compute_dtype, real
+from torchpisa.kernels.misa import (
+    ConsensusJob,
+    ConsensusKernel,
+    block_shape,
+    gradients,
+    is_stack,
+)
 from torchpisa.optim import arguments
-from torchpisa.optim.nonfinite import verdict
+from torchpisa.optim.nonfinite import examine
 from torchpisa.optim.optimizer import RoundOptimizer, names_of
 from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
 from torchpisa.optim.peers import DeviceMesh, ProcessGroup
@@ -25,10 +31,6 @@ __all__ = ["MISA"]
 _FLOATS: Group = dict.fromkeys(
     ("lr", "momentum", "weight_decay", "look_ahead", "row_beta", "damping", "beta", "eps"), 0.0
 )
-
-
-# torch's own kinds of parameters; anything else may be sharded.
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class MISA(RoundOptimizer):
@@ -68,7 +70,7 @@ class MISA(RoundOptimizer):
             biases and the weights of norms. Steps of matrices do not shrink with their gradients,
             so in long trainings without normalisation layers this is what keeps them in bounds.
         look_ahead: \(c \ge 1\). 2 is the paper's consensus, `1 + momentum` Nesterov momentum.
-        before: what happens to the U of a matrix before it is orthogonalised, a stage of
+        before: a transformation of the U of a matrix before it is orthogonalised, a stage of
             `torchpisa.preconditioners.consensus`: `Whiten()`, `EigenbasisMoment()`, or None for
             nothing. Stages have state of their own, and cannot be captured in a CUDA graph.
         damping: \(\tau \ge 0\), orthogonalise less sharply: a singular value s of U becomes
@@ -77,13 +79,14 @@ class MISA(RoundOptimizer):
         blocks: matrices that every parameter consists of, to be orthogonalised one by one: blocks
             of consecutive rows, such as 3 for queries, keys and values in one, or 3 times the
             heads; or the entries of a stack, such as the matrices of so many experts in a
-            parameter of three dimensions. Give it to the groups that need it.
+            parameter of three dimensions. Each has its own stage. Give it to the groups that need
+            it.
         row_beta: how much of the rows' mean squares is kept, in [0, 1); None to leave rows as they
             are, which with `look_ahead=1 + momentum` is Muon.
         beta: how much of the second moment of what is not a matrix is kept, in (0, 1).
         eps: added to roots that are divided by.
         ns_steps: Newton-Schulz iterations.
-        ns_dtype: what their products are computed in: a dtype, None for that of the state, or
+        ns_dtype: dtype of their products: a dtype, None for that of the state, or
             `"auto"`: float16 on GPUs and, for a million elements or more, bfloat16 on CPUs that
             have instructions for it; never for float64 parameters.
         batches: \(m\), calls of `step()` that make a round; the weights move in the last one.
@@ -129,7 +132,8 @@ class MISA(RoundOptimizer):
         0.3
     """
 
-    # Processes that take the same step; a load leaves them alone, and copies have none.
+    _dual_key = "dual"
+    # Processes that take the same step. Not part of a state_dict or a copy.
     _replicas: ProcessGroup | None = None
 
     def __init__(
@@ -160,7 +164,7 @@ class MISA(RoundOptimizer):
         state_dtype: torch.dtype | None = None,
         replicas: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
-        settings = arguments.in_form(arguments.of_constructor(locals()), _FLOATS)
+        settings = arguments.normalized(arguments.of_constructor(locals()), _FLOATS)
         settings["matrix"] = None
         if settings.pop("replicas") is not None:
             from torchpisa.distributed.process_group import group_of
@@ -172,49 +176,56 @@ class MISA(RoundOptimizer):
         self._check_group(settings)
         super().__init__(params, settings)
 
+    def reset_unsaved(self) -> None:
+        """Reset what no checkpoint holds: caches, and what watches this run."""
+        super().reset_unsaved()
+        self._plans: dispatch.Plans = {}
+
     # The step
 
-    def _take(self, slot: int, members: list[list[Member]]) -> None:
-        jobs = self._jobs(self._reached(members))
-        # Several batches are added up first.
+    def _step_batch(self, slot: int, members: list[list[Member]]) -> None:
+        jobs = self._jobs(self._with_gradient(members))
+        # With several batches this step only adds up gradients, for which there are no plans.
         plans = self._plans if self.batches == 1 else None
         kernels = [dispatch.for_misa(job, key, plans) for key, job in jobs.items()]
         reached = [job.members for job in jobs.values()]
         where = f"batch {slot} of iteration {self.iteration}"
         found_inf = getattr(self, "found_inf", None)
-        decision = verdict(self.param_groups, reached, kernels, found_inf, where)
-        if decision.problem is not None:
+        verdict = examine(self.param_groups, reached, kernels, found_inf, where)
+        if verdict.problem is not None:
             raise FloatingPointError(
-                f"{decision.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
+                f"{verdict.problem}. Nothing was changed; nonfinite='skip' leaves such batches out"
             )
-        if decision.present:
+        if verdict.present:
             params = [job.settings["params"] for job in jobs.values()]
-            flags = self._watch.flags(params, reached, decision.deferred)
+            flags = self._nonfinite.flags(params, reached, verdict.deferred)
             for job, flagged in zip(jobs.values(), flags, strict=True):
-                job.keep, job.search, job.flags = decision.keep, decision.search, flagged
+                job.keep, job.search, job.flags = verdict.keep, verdict.search, flagged
                 job.maximize = job.settings["maximize"]
                 job.grad_scale = getattr(self, "grad_scale", None)
             self._add(slot, list(jobs.values()), kernels)
-            self.round.note(slot, self.batches, None if self.batches == 1 else decision.keep)
-        if decision.search or any(decision.deferred):
-            self._watch.note(kernels, reached, where)
+            self.round.add_present(slot, self.batches, None if self.batches == 1 else verdict.keep)
+        if verdict.search or any(verdict.deferred):
+            self._nonfinite.fetch(kernels, reached, where)
 
-    def _reached(self, members: list[list[Member]]) -> list[list[Member]]:
-        """Return the parameters with a gradient.
+    def _with_gradient(self, members: list[list[Member]]) -> list[list[Member]]:
+        """Return the parameters with a gradient on any of the processes that share them.
 
-        One that only other processes have a gradient for, of those that share the parameter, has
-        gradient zero here: all of them take part in what is done to whole matrices.
+        One with a gradient on other processes only counts as having gradient zero, because all
+        processes have to take part in orthogonalising it.
         """
         everyone: Sequence[Sequence[Member | None]] = members
-        wholes = [m.whole for of_group in members for m in of_group if m.whole is not None]
+        wholes = [
+            m.whole for group_members in members for m in group_members if m.whole is not None
+        ]
         if wholes or self._replicas is not None:
             from torchpisa.distributed import dtensor, owners
 
-            over = dtensor.groups(wholes[:1])
+            over = dtensor.mesh_groups(wholes[:1])
             if self._replicas is not None and self._replicas not in over:
                 over.append(self._replicas)
             trained = [param for param in self._params if param.requires_grad]
-            missing = owners.reached_elsewhere(trained, over)
+            missing = owners.with_gradient_elsewhere(trained, over)
             if missing:
                 everyone = [
                     [
@@ -224,11 +235,12 @@ class MISA(RoundOptimizer):
                     for group in self.param_groups
                 ]
         return [
-            [m for m in of_group if m is not None and m.grad is not None] for of_group in everyone
+            [m for m in group_members if m is not None and m.grad is not None]
+            for group_members in everyone
         ]
 
     def _add(self, slot: int, jobs: list[ConsensusJob], kernels: Sequence[ConsensusKernel]) -> None:
-        """Add the gradients of a batch to the sum of the round, or move the weights at once."""
+        """Add gradients to the sum of the round; with one batch per round, take the consensus."""
         clip = self.param_groups[0]["clip"]
         if clip is not None:
             scale = _clip_scale(jobs, kernels, clip)
@@ -245,27 +257,29 @@ class MISA(RoundOptimizer):
     def _jobs(
         self, members: list[list[Member]], sums: Mapping[int, Tensor] | None = None
     ) -> dict[Hashable, ConsensusJob]:
-        """Return jobs over parameters that share group, rule, decay, device, dtypes and layout.
+        """Return one job for all parameters of the same group, rule, device, dtypes and layout.
 
         Args:
             members: the parameters, by group.
-            sums: what to take instead of their gradients, by `id` of the parameter.
+            sums: the gradients summed over a round, by `id` of the parameter; None with one batch.
         """
         jobs: dict[Hashable, ConsensusJob] = {}
-        for number, (group, of_group) in enumerate(zip(self.param_groups, members, strict=True)):
+        for number, (group, group_members) in enumerate(
+            zip(self.param_groups, members, strict=True)
+        ):
             lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-            for member in of_group:
+            for member in group_members:
                 param, dual = member.param, member.state["dual"]
                 grad = member.grad if sums is None else sums[id(member.origin)]
                 assert grad is not None
                 matrix, decays = "moment" not in member.state, member.origin.dim() > 1
-                if matrix and group["blocks"] > 1:  # it may have been written since
+                if matrix and group["blocks"] > 1:  # the user may have changed it
                     _check_blocks(member.origin, group["blocks"])
                 dtypes = param.dtype, dual.dtype, grad.dtype
-                spread = None
+                layout = None
                 if member.whole is not None:
-                    spread = member.whole.placements, member.whole.device_mesh  # type: ignore[attr-defined]
-                kind = number, matrix, decays, param.get_device(), dtypes, spread
+                    layout = member.whole.placements, member.whole.device_mesh  # type: ignore[attr-defined]
+                kind = number, matrix, decays, param.get_device(), dtypes, layout
                 job = jobs.get(kind)
                 if job is None:
                     if matrix and group["before"] is not None and _is_captured(member):
@@ -274,6 +288,8 @@ class MISA(RoundOptimizer):
                             "refreshes are not in every round, and a graph would replay one "
                             "round. Step outside of the graph"
                         )
+                    if matrix and group["before"] is not None:
+                        _check_state_of_stage(group, member.origin, self.state[member.origin])
                     decay = float(group["weight_decay"]) if decays else 0.0
                     job = jobs[kind] = ConsensusJob(
                         *([], [], matrix, group, lr, decay, self.iteration, None),
@@ -286,7 +302,7 @@ class MISA(RoundOptimizer):
     def _accumulate(self, member: Member, grad: Tensor, weight: float, keep: Tensor | None) -> None:
         """Add a batch's share of the gradient to the sum of the round."""
         dual = real(member.state["dual"])
-        if keep is not None:  # an absent batch counts as if its gradient were the past's average
+        if keep is not None:  # the gradient of an absent batch counts as the average of the past
             grad = torch.where(keep.to(grad.device), grad, -dual.to(grad.dtype))
         state = self.state[member.origin]
         if "pending" not in state:
@@ -295,16 +311,16 @@ class MISA(RoundOptimizer):
             state["pending"] = torch.zeros_like(state["dual"], dtype=dtype)
         real(member.state["pending"]).add_(grad, alpha=weight)
 
-    def _close(self, members: list[list[Member]]) -> None:
-        if self.batches == 1:  # the step has moved them
+    def _consensus(self, members: list[list[Member]]) -> None:
+        if self.batches == 1:  # the step has moved the weights
             return
         keep = self.round.keep()
         sums: dict[int, Tensor] = {}
         reached: list[list[Member]] = []
-        for group, of_group in zip(self.param_groups, members, strict=True):
+        for group, group_members in zip(self.param_groups, members, strict=True):
             shares = enumerate(group["weights"])
             absent = sum(share for slot, share in shares if slot not in self.round.present)
-            reached.append([member for member in of_group if "pending" in member.state])
+            reached.append([member for member in group_members if "pending" in member.state])
             for member in reached[-1]:
                 dual = real(member.state["dual"])
                 total = real(member.state["pending"]).to(compute_dtype(real(member.param), dual))
@@ -314,17 +330,10 @@ class MISA(RoundOptimizer):
             job.keep = keep
             dispatch.for_misa(job, key, self._plans).consensus_step(job)
 
-    def start_afresh(self) -> None:
-        """Drop what belongs to this object and these tensors, and is never saved."""
-        super().start_afresh()
-        self._plans: dispatch.Plans = {}
-
     # Groups and state
 
-    _dual_key = "dual"
-
     def fresh_state(self, group: Group, batches: int | None = None) -> Callable[[Tensor], Group]:
-        """Return a function that makes a parameter's first state, for any number of batches."""
+        """Return a function that makes a parameter's state, the same for all numbers of batches."""
         pairs = zip(group["params"], names_of(group), strict=True)
         names = {id(param): name for param, name in pairs}
 
@@ -342,7 +351,7 @@ class MISA(RoundOptimizer):
                     narrow = (*[slice(None)] * leading, *[slice(1)] * (param.dim() - leading))
                     state["rows"] = state["dual"][narrow].clone()
                 if group["before"] is not None:
-                    state.update(_state_of_stage(group["before"], param, state["dual"]))
+                    state.update(_state_of_stage(group, param, state["dual"]))
             device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             return state
@@ -350,7 +359,7 @@ class MISA(RoundOptimizer):
         return make
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state.get("param_groups", ()):  # pickled by a version that had less
+        for group in state.get("param_groups", ()):  # pickled by a version without these settings
             group.setdefault("before", None)
             group.setdefault("damping", 0.0)
             group.setdefault("blocks", 1)
@@ -370,8 +379,6 @@ class MISA(RoundOptimizer):
             )
         check_range("damping", group["damping"], 0, high_open=True)
         check_count("blocks", group["blocks"])
-        if before is not None and group["blocks"] > 1:
-            raise ValueError(f"blocks must be 1 with before={before!r}, got {group['blocks']}")
         if group["row_beta"] is not None:
             check_range("row_beta", group["row_beta"], 0, 1, high_open=True)
         check_range("beta", group["beta"], 0, 1, low_open=True, high_open=True)
@@ -398,8 +405,8 @@ class MISA(RoundOptimizer):
         _check_matrices(group)
         dispatch.check_fused_misa(group)
 
-    def converted(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Leave out what earlier versions wrote of an open round."""
+    def upgrade_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state_dict without the `moves` that earlier versions wrote."""
         groups = [
             {name: value for name, value in group.items() if name != "moves"}
             if isinstance(group, dict)
@@ -412,7 +419,7 @@ class MISA(RoundOptimizer):
 def _clip_scale(
     jobs: Sequence[ConsensusJob], kernels: Sequence[ConsensusKernel], clip: float
 ) -> Tensor | None:
-    """Return what r is multiplied by, so that its norm over all parameters is at most `clip`."""
+    """Return the factor that limits the norm of r over all parameters to `clip`."""
     squares: list[Tensor] = []
     for job, kernel in zip(jobs, kernels, strict=True):
         norms = kernel.residual_norms(job)
@@ -423,26 +430,45 @@ def _clip_scale(
     if any(job.members[0].whole is not None for job in jobs):
         from torchpisa.distributed import dtensor
 
-        # The members of a job are spread alike.
+        # The members of a job are all sharded in the same way.
         over = [dtensor.groups_of_parts(job.members[0].origin) for job in jobs]
         squares = dtensor.summed_together(squares, over)
     total = torch.stack(squares).sum()
     return (clip / total.sqrt()).clamp(max=1)
 
 
-def _state_of_stage(stage: Stage, param: Tensor, dual: Tensor) -> dict[str, Tensor]:
-    """Return the first state of a stage; that of a sharded matrix is cut by rows, as the matrix."""
-    n, k = sorted((param.size(0), param.numel() // param.size(0)))
-    if type(param) in _PLAIN:
-        return stage.init_state(n, k, dual)
+def _state_of_stage(group: Group, param: Tensor, dual: Tensor) -> dict[str, Tensor]:
+    """Return the initial state of a stage, sharded by rows if the matrix is sharded."""
+    if type(param) in PLAIN_TYPES:
+        return _state_of_blocks(group, param, dual)
     from torchpisa.distributed import dtensor, owners
 
-    state = stage.init_state(n, k, dtensor.local(dual))
-    return {name: owners.spread(value, param) for name, value in state.items()}
+    state = _state_of_blocks(group, param, dtensor.local(dual))
+    return {name: owners.shard_rows_like(value, param) for name, value in state.items()}
+
+
+def _state_of_blocks(group: Group, param: Tensor, like: Tensor) -> dict[str, Tensor]:
+    """Return the initial state of a stage on one process, block below block."""
+    n, k = sorted(block_shape(param, group["blocks"]))
+    state: dict[str, Tensor] = group["before"].init_state(n, k, like)
+    if group["blocks"] > 1:
+        state = {name: torch.cat([value] * group["blocks"]) for name, value in state.items()}
+    return state
+
+
+def _check_state_of_stage(group: Group, param: Tensor, state: Group) -> None:
+    """Raise ValueError if the state of a stage is not for the blocks that a group has now."""
+    expected = _state_of_blocks(group, param, torch.empty(0, device="meta"))
+    for name, value in expected.items():
+        if name not in state or state[name].shape != value.shape:
+            raise ValueError(
+                "before and blocks must stay what they were when the state was made, got "
+                f"{group['before']!r} and {group['blocks']} for one of shape {tuple(param.shape)}"
+            )
 
 
 def _is_captured(member: Member) -> bool:
-    """Return whether what is done to a parameter goes into a CUDA graph."""
+    """Return whether operations on a parameter are being captured in a CUDA graph."""
     return member.param.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -461,12 +487,12 @@ def _check_matrices(group: Group) -> None:
             _check_blocks(param, group["blocks"])
         if (
             group["before"] is not None
-            and type(param) not in _PLAIN
+            and type(param) not in PLAIN_TYPES
             and _is_orthogonalized(param, group, name)
         ):
-            from torchpisa.distributed.owners import is_cut_once
+            from torchpisa.distributed.owners import is_sharded_once
 
-            if not is_cut_once(param):
+            if not is_sharded_once(param):
                 raise ValueError(
                     "before must be None for parameters that are sharded along several dimensions "
                     f"of a mesh, got {group['before']!r} for one of shape {tuple(param.shape)}. "

@@ -1,4 +1,4 @@
-"""What to do about gradients that are not finite, and how the host hears of them."""
+"""Find gradients that are not finite, and report them without making the host wait for a GPU."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.distributed import dtensor
-from torchpisa.kernels.job import FindsNonfinite, Member, real
+from torchpisa.kernels.job import PLAIN_TYPES, FindsNonfinite, Member, real
 from torchpisa.kernels.triton.plan import Plan
 from torchpisa.kernels.triton.table import Launch
 from torchpisa.optim.round import Group
@@ -17,27 +17,24 @@ from torchpisa.optim.round import Group
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Verdict", "Watch", "verdict"]
+__all__ = ["Verdict", "Watch", "examine", "named"]
 
-# torch's own kinds of parameters; anything else may be sharded.
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-# Elements up to which gradients on a CPU are looked at together.
+# Gradients of up to so many elements are concatenated before they are checked, on a CPU.
 _SMALL = 2**14
 
-# Where the host would have to wait for what it asks; tests add the CPU.
+# Devices on which a check would make the host wait; tests add the CPU.
 DEFERRED_ON = ["cuda"]
 
 
 class Verdict(NamedTuple):
-    """The decision whether a batch takes part.
+    """The decision whether a batch is used, and what its kernels still have to check.
 
     Attributes:
-        present: False if it is left out.
-        keep: a tensor that says so, where only the device knows.
-        search: the kernels are to look while they work, and to leave out single entries.
-        problem: what is wrong with it, if that is to be raised.
-        deferred: by list, whether the kernel is to look while it works; see `Watch.flags`.
+        present: False if the batch counts as absent.
+        keep: the same as a tensor, where only the device knows.
+        search: True if kernels are to find and leave out single entries while they work.
+        problem: the error to raise, if any.
+        deferred: by part, whether the kernel is to leave out whole gradients; see `Watch.flags`.
     """
 
     present: bool = True
@@ -47,39 +44,41 @@ class Verdict(NamedTuple):
     deferred: Sequence[bool] = ()
 
 
-def verdict(
+def examine(
     groups: Sequence[Group],
     members: Sequence[list[Member]],
     kernels: Sequence[FindsNonfinite],
     found_inf: Tensor | None,
     where: str,
 ) -> Verdict:
-    """Look at gradients before a step, and return whether their batch takes part.
+    """Check the gradients of a batch before its step.
 
     Args:
         groups: the parameter groups.
-        members: parameters, all with gradients, in lists.
-        kernels: what steps each list.
-        found_inf: the finding of a GradScaler, if there is one; then nothing is looked at.
+        members: parameters with gradients, by part.
+        kernels: the kernel of each part.
+        found_inf: positive if a GradScaler found infinities; None to check the gradients.
         where: batch and iteration, for the message.
     """
     mode = groups[0]["nonfinite"]
     if not any(members) or (found_inf is None and mode == "ignore"):
         return Verdict()
-    home = next(some[0].param.device for some in members if some)
-    # A gradient of which every process holds a part is left out by all of them or by none.
+    home = next(part_members[0].param.device for part_members in members if part_members)
+    # The processes that hold parts of one gradient must decide alike.
     over: list[ProcessGroup] = []
-    for some in members:
-        if some and not over and type(some[0].origin) not in _PLAIN:
-            over = dtensor.groups([member.origin for member in some])
+    for part_members in members:
+        if part_members and not over and type(part_members[0].origin) not in PLAIN_TYPES:
+            over = dtensor.mesh_groups([member.origin for member in part_members])
     searching = False
     deferred, unchecked = [], []
-    for some, kernel in zip(members, kernels, strict=True):
-        later = found_inf is None and mode == "raise" and not over and _can_wait(some, kernel)
+    for part_members, kernel in zip(members, kernels, strict=True):
+        later = (
+            found_inf is None and mode == "raise" and not over and _can_defer(part_members, kernel)
+        )
         deferred.append(later)
-        searching = searching or (kernel.finds_nonfinite and bool(some))
+        searching = searching or (kernel.finds_nonfinite and bool(part_members))
         if not later and not kernel.finds_nonfinite:
-            for member in some:
+            for member in part_members:
                 grad = member.grad
                 if grad is not None and grad.numel():
                     plain = type(grad) is Tensor and not grad.is_complex()
@@ -87,7 +86,7 @@ def verdict(
     if found_inf is None and mode == "raise":
         bad = []
         if unchecked and _any_nonfinite(unchecked):
-            everyone = [member for some in members for member in some]
+            everyone = [member for part_members in members for member in part_members]
             bad = [member.origin for member in everyone if not _is_finite(member.grad)]
         is_bad = bool(bad)
         if over and not searching:
@@ -119,10 +118,10 @@ def verdict(
     return Verdict(present=not bad_batch)
 
 
-def _can_wait(members: Sequence[Member], kernel: FindsNonfinite) -> bool:
-    """Return whether the host need not know until a later step whether gradients are finite.
+def _can_defer(members: Sequence[Member], kernel: FindsNonfinite) -> bool:
+    """Return whether the kernel can leave out bad gradients and report them in a later step.
 
-    That is where asking means to wait for a device, and the kernel need not be told.
+    Only worth it on devices for which the host would have to wait.
     """
     if not members or not kernel.takes_flags or members[0].param.device.type not in DEFERRED_ON:
         return False
@@ -133,12 +132,12 @@ def _can_wait(members: Sequence[Member], kernel: FindsNonfinite) -> bool:
 
 
 def _anywhere(flag: Tensor, over: Sequence["ProcessGroup"]) -> Tensor:
-    """Return whether a flag is set here or in a process with parts of the same parameters."""
+    """Return whether a flag is set in this or another process of these groups."""
     return dtensor.summed(dtensor.local(flag).float(), over) > 0
 
 
 def named(params: Sequence[Tensor], groups: Sequence[Group]) -> str:
-    """Return names of parameters, for messages."""
+    """Return the names of parameters for an error message."""
     wanted = {id(param) for param in params}
     names = []
     for number, group in enumerate(groups):
@@ -150,8 +149,8 @@ def named(params: Sequence[Tensor], groups: Sequence[Group]) -> str:
 
 
 @dataclass(frozen=True)
-class _FlagsUnderWay:
-    """Flags on their way to the host, and the step that they come from."""
+class _Transfer:
+    """Flags that are being copied to the host, and the step that they come from."""
 
     launches: list[tuple[Launch, list[Member]]]
     flags: list["_Flags"]
@@ -161,48 +160,48 @@ class _FlagsUnderWay:
 
 @dataclass(frozen=True)
 class _Flags:
-    """Flags of all parameters of a group, for kernels that have none of their own.
+    """One flag for each parameter of a part, for kernels without flags of their own.
 
     Attributes:
         params: the parameters.
         nonfinite: a number each, on the device; above zero where a gradient was not finite.
         seen: host memory for a copy of them.
-        of: the same numbers by parameter.
+        by_param: the same numbers as 0-d tensors, by `id` of the parameter.
     """
 
     params: list[Tensor]
     nonfinite: Tensor
     seen: Tensor
-    of: dict[int, Tensor]
+    by_param: dict[int, Tensor]
 
     @classmethod
     def make(cls, params: Sequence[Tensor], device: torch.device) -> "_Flags":
         nonfinite = torch.zeros(len(params), dtype=torch.float32, device=device)
         seen = torch.zeros(len(params), dtype=torch.float32)
-        of = dict(zip(map(id, params), nonfinite.unbind(), strict=True))
+        by_param = dict(zip(map(id, params), nonfinite.unbind(), strict=True))
         pinned = seen.pin_memory() if device.type == "cuda" else seen
-        return cls(list(params), nonfinite, pinned, of)
+        return cls(list(params), nonfinite, pinned, by_param)
 
-    def fit(self, members: Sequence[Member]) -> bool:
-        """Return whether there are flags for `members`, and on their device."""
+    def cover(self, members: Sequence[Member]) -> bool:
+        """Return whether there is a flag for each of `members`, on their device."""
         return self.nonfinite.device == members[0].param.device and all(
-            id(member.origin) in self.of for member in members
+            id(member.origin) in self.by_param for member in members
         )
 
 
 class Watch:
-    """Flags that kernels set where a gradient is not finite, on their way to the host.
+    """Collects the flags that kernels set where a gradient is not finite.
 
-    The host never waits for them in a step. They stay set on the device until they have been
-    reported, so none is lost while an earlier copy is under way.
+    Flags are copied to the host in the background, so a step never waits for them. They stay set on
+    the device until they have been reported, so none is lost while an earlier copy is under way.
 
     Attributes:
-        waits: whether flags are under way.
+        under_way: True while flags are being copied.
     """
 
     def __init__(self) -> None:
-        self.waits = False
-        self._sent: _FlagsUnderWay | None = None
+        self.under_way = False
+        self._sent: _Transfer | None = None
         self._event: torch.cuda.Event | None = None
         self._flags: dict[int, _Flags] = {}
 
@@ -212,63 +211,61 @@ class Watch:
         members: Sequence[list[Member]],
         deferred: Sequence[bool],
     ) -> list[list[Tensor] | None]:
-        """Return, for the lists that are `deferred`, a number on the device for each member.
-
-        Kernels raise them where a gradient is not finite; they stay until they were reported.
+        """Return the flags that kernels are to set, one for each member of a deferred part.
 
         Args:
-            params: all parameters, in lists.
-            members: those of them that a step is taken for.
-            deferred: by list.
+            params: all parameters, by part.
+            members: the parameters that are stepped.
+            deferred: by part, whether its kernel is to check gradients.
         """
-        by_list: list[list[Tensor] | None] = [None] * len(members)
+        by_part: list[list[Tensor] | None] = [None] * len(members)
         if not any(deferred):
-            return by_list
-        for number, (all_of_it, some) in enumerate(zip(params, members, strict=True)):
-            if not (deferred[number] and some):
+            return by_part
+        for number, (part_params, part_members) in enumerate(zip(params, members, strict=True)):
+            if not (deferred[number] and part_members):
                 continue
-            device = some[0].param.device
+            device = part_members[0].param.device
             flags = self._flags.get(number)
-            if flags is None or not flags.fit(some):
-                flags = self._flags[number] = _Flags.make(all_of_it, device)
-            by_list[number] = [flags.of[id(member.origin)] for member in some]
-        return by_list
+            if flags is None or not flags.cover(part_members):
+                flags = self._flags[number] = _Flags.make(part_params, device)
+            by_part[number] = [flags.by_param[id(member.origin)] for member in part_members]
+        return by_part
 
-    def note(
+    def fetch(
         self, kernels: Sequence[FindsNonfinite], members: Sequence[list[Member]], where: str
     ) -> None:
-        """Send for the flags of a step over `members` that has just been launched."""
+        """Start copying the flags of a step over `members` that has just been launched."""
         if self._sent is not None:
             return
         launches = [
-            (launch, some)
-            for kernel, some in zip(kernels, members, strict=True)
+            (launch, part_members)
+            for kernel, part_members in zip(kernels, members, strict=True)
             if isinstance(kernel, Plan)
             for launch in kernel.launches
         ]
         flags = list(self._flags.values())
         devices = [launch.kind.device for launch, _ in launches]
-        devices += [each.nonfinite.device for each in flags]
+        devices += [part_flags.nonfinite.device for part_flags in flags]
         on_gpu = any(device.type == "cuda" for device in devices)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return
         for launch, _ in launches:
             launch.seen.copy_(launch.nonfinite, non_blocking=True)
-        for own_flags in flags:
-            own_flags.seen.copy_(own_flags.nonfinite, non_blocking=True)
+        for part_flags in flags:
+            part_flags.seen.copy_(part_flags.nonfinite, non_blocking=True)
         if on_gpu:
             if self._event is None:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
-        self._sent = _FlagsUnderWay(launches, flags, on_gpu, where)
-        self.waits = True
+        self._sent = _Transfer(launches, flags, on_gpu, where)
+        self.under_way = True
 
     def report(self, name: Callable[[Sequence[Tensor]], str], wait: bool = False) -> None:
-        """Raise FloatingPointError if flags have come back set.
+        """Raise FloatingPointError if flags that have arrived are set.
 
         Args:
-            name: names parameters.
-            wait: for flags that are still under way.
+            name: returns the names of parameters, for the message.
+            wait: wait for flags that are still being copied.
         """
         sent = self._sent
         if sent is None:
@@ -281,23 +278,22 @@ class Watch:
                 self._event.synchronize()
             elif not self._event.query():  # type: ignore[no-untyped-call]
                 return
-        self._sent, self.waits = None, False
-        entries = any(launch.seen.any() for launch, _ in sent.launches)
-        whole = any(each.seen.any() for each in sent.flags)
-        if not entries and not whole:
+        self._sent, self.under_way = None, False
+        lost_entries = any(launch.seen.any() for launch, _ in sent.launches)
+        lost_gradients = any(part_flags.seen.any() for part_flags in sent.flags)
+        if not lost_entries and not lost_gradients:
             return
         bad = []
         for launch, members in sent.launches:
-            flags = zip(launch.members, launch.seen.tolist(), strict=True)
-            bad += [members[number].origin for number, flag in flags if flag]
+            indexes = zip(launch.members, launch.seen.tolist(), strict=True)
+            bad += [members[index].origin for index, flag in indexes if flag]
             launch.nonfinite.zero_()
-        for each in sent.flags:
-            bad += [
-                param for param, flag in zip(each.params, each.seen.tolist(), strict=True) if flag
-            ]
-            each.nonfinite.zero_()
+        for part_flags in sent.flags:
+            flagged = zip(part_flags.params, part_flags.seen.tolist(), strict=True)
+            bad += [param for param, flag in flagged if flag]
+            part_flags.nonfinite.zero_()
         left_out = "Those entries were left out, the others were stepped"
-        if whole:
+        if lost_gradients:
             left_out = "Those entries, or all of the gradient that they are in, were left out"
         raise FloatingPointError(
             f"non-finite gradient in {sent.where}: {name(bad)}. {left_out}; nonfinite='skip' "
@@ -310,10 +306,10 @@ def _is_finite(grad: Tensor | None) -> bool:
 
 
 def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor | bool:
-    """Return whether any entry is not finite: as a 0-d tensor unless all gradients are on the CPU.
+    """Return whether any entry is not finite: a bool if all are on the CPU, else a tensor.
 
-    Off the CPU it looks at Euclidean norms, for all gradients at once, so that a gradient so large
-    that its square overflows counts as infinite.
+    On other devices it checks the norms of all gradients in one call, so a gradient whose square
+    overflows counts as infinite.
     """
     small: dict[torch.dtype, list[Tensor]] = {}
     elsewhere: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -326,7 +322,7 @@ def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor | bool:
         else:
             flat = grad if grad.dim() == 1 else grad.reshape(-1)
             small.setdefault(grad.dtype, []).append(flat)
-    for alike in small.values():  # to copy a small one costs less than a call
+    for alike in small.values():  # one copy and one call cost less than many calls
         any_bad = any_bad or _has_nonfinite(torch.cat(alike))
     for (_, dtype), alike in elsewhere.items():
         wide = torch.promote_types(dtype, torch.float32)
@@ -337,5 +333,5 @@ def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor | bool:
 
 
 def _has_nonfinite(grad: Tensor) -> bool:
-    """Look at the sum, which is not finite if an entry is not; all of them only if it is not."""
+    # The sum is not finite if any entry is not; it may also overflow, so look twice.
     return not math.isfinite(grad.sum().item()) and not bool(grad.isfinite().all())

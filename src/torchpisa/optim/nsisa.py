@@ -1,4 +1,4 @@
-"""NSISA, Algorithm 3."""
+"""NSISA (Algorithm 3) as a torch optimizer."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from torchpisa.optim.param_groups import is_matrix
 from torchpisa.optim.peers import DeviceMesh, ProcessGroup
 from torchpisa.optim.pisa import PISA
 from torchpisa.optim.round import Group, Part, Rule
-from torchpisa.optim.sisa import SISA, fill_in
+from torchpisa.optim.sisa import SISA, with_defaults
 from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import NewtonSchulz
 
@@ -47,10 +47,10 @@ class NSISA(PISA):
     \end{aligned}
     \]
 
-    That is for matrices, convolutions (flattened to two dimensions) among them. Everything else
-    takes SISA's rule in the same consensus. To decide yourself which matrices are orthogonalised,
-    give groups `matrix=True` or `False`, or let `torchpisa.optim.param_groups.split(model)` keep
-    embeddings and the output layer from it.
+    This is the rule for matrices, which include convolutions (flattened to two dimensions).
+    Everything else takes SISA's rule in the same consensus. To choose which matrices are
+    orthogonalised, give groups `matrix=True` or `False`, or let
+    `torchpisa.optim.param_groups.split(model)` leave out embeddings and the output layer.
 
     With batches that differ, NSISA as printed settles where \(\sum_i \alpha_i o_i = 0\), which is
     not a stationary point of the loss. Use SISA or MISA for uneven data.
@@ -65,7 +65,7 @@ class NSISA(PISA):
         momentum: \(\mu_i\) in [0, 1).
         nesterov: orthogonalise \(g_i + \mu_i b_i\), as the published GPT-2 script does.
         ns_steps: Newton-Schulz iterations.
-        ns_dtype: what their products are computed in: a dtype, None for that of the state, or
+        ns_dtype: dtype of their products: a dtype, None for that of the state, or
             `"auto"`: float16 on GPUs and, for a million elements or more, bfloat16 on CPUs that
             have instructions for it; never for float64 parameters.
         perturbation: \(\epsilon_i\) in [0, 1); it stands in where \(\pi_i + o_i\) is exactly zero.
@@ -170,16 +170,18 @@ class NSISA(PISA):
         settings["matrix"] = None
         if sisa_sigma is not None or sisa_rho is not None:
             several = batches != 1 or arguments.has_peers(process_group)
-            settings["sisa_sigma"], settings["sisa_rho"] = fill_in(sisa_sigma, sisa_rho, several)
+            settings["sisa_sigma"], settings["sisa_rho"] = with_defaults(
+                sisa_sigma, sisa_rho, several
+            )
         self._start(params, settings)
 
-    def _parts_of(self, number: int, group: Group) -> list[Part]:
+    def _parts_of(self, group_index: int, group: Group) -> list[Part]:
         orthogonalizes = group["matrix"] is not False
         kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
         for param in group["params"]:
             kinds[0 if orthogonalizes and is_matrix(param) else 1].append(param)
         pairs = zip(kinds, self._rules, strict=True)
-        return [Part(number, group, params, rule) for params, rule in pairs if params]
+        return [Part(group_index, group, params, rule) for params, rule in pairs if params]
 
     def _check_rules(self, group: Group) -> None:
         check_choice("matrix", group["matrix"], (None, True, False))
@@ -202,15 +204,15 @@ class NSISA(PISA):
                 )
 
     def _check_fused(self, group: Group) -> None:
-        # The rest of a group whose sigma follows gradients is small, and steps as it can.
+        # Only matrices must have a fused kernel: the rest, with sigma from gradients, is small.
         if group["fused"] and group["sisa_sigma"] is None:
             group = {**group, "params": [p for p in group["params"] if is_matrix(p)]}
             if group["matrix"] is False:
                 group["params"] = []
         super()._check_fused(group)
 
-    def converted(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Put together the groups of an earlier version's state_dict, which split each in two."""
+    def upgrade_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Merge the groups of earlier versions, which split each group in two."""
         saved = list(state_dict["param_groups"])
         if len(saved) <= len(self.param_groups) or not all(map(_was_split, saved)):
             return state_dict
@@ -232,7 +234,7 @@ class NSISA(PISA):
 
 
 def _was_split(saved: Any) -> bool:
-    """Return whether a group of a state_dict has what one of an earlier version has."""
+    """Return whether a group of a state_dict looks like one of the earlier, split groups."""
     return (
         isinstance(saved, dict)
         and isinstance(saved.get("matrix"), bool)

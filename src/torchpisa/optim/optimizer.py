@@ -1,4 +1,4 @@
-"""What all optimizers here share: rounds of batches, parameter groups, state and checkpoints."""
+"""Base class of all optimizers: rounds of batches, parameter groups, state and checkpoints."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from torchpisa.checks import check_count, check_range
-from torchpisa.kernels.job import Member, check_shapes
+from torchpisa.kernels.job import PLAIN_TYPES, Member, check_shapes
 from torchpisa.optim import arguments, nonfinite, report, traced
 from torchpisa.optim.accumulated import AccumulationWatch
 from torchpisa.optim.guard import Guard
@@ -21,94 +21,22 @@ from torchpisa.torch_private import disable_dynamo
 
 __all__ = ["RoundOptimizer"]
 
-# torch's own kinds of parameters; anything else may be sharded.
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-# Settings that a round changes.
-_PENALTIES = ("sigma", "sisa_sigma")
-
-
-class Undo:
-    """Put an optimizer back where it stood if the block that this guards raises.
-
-    Args:
-        optimizer: its round and penalties are noted.
-        members: parameters of which copies are made, with their state. What torchpisa's own
-            kernels compute does not fail half-way, and needs none.
-    """
-
-    def __init__(self, optimizer: "RoundOptimizer", members: Sequence[Member]) -> None:
-        self._optimizer = optimizer
-        self._round = optimizer.round.copy()
-        self._penalties = [
-            (group, name, group[name])
-            for group in optimizer.param_groups
-            for name in _PENALTIES
-            if name in group
-        ]
-        self._members = members
-        if members:
-            self._copy()
-
-    def _copy(self) -> None:
-        self._states = [(member.state, dict(member.state)) for member in self._members]
-        self._weights = [
-            (member.param, member.param._version, member.param.detach().clone())
-            for member in self._members
-        ]
-        changing: list[Any] = [value for _, before in self._states for value in before.values()]
-        for _, _, value in self._penalties:
-            changing += value if isinstance(value, list) else [value]
-        self._copies = [
-            (tensor, tensor.detach().clone()) for tensor in changing if isinstance(tensor, Tensor)
-        ]
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            with torch.no_grad():
-                self._restore()
-
-    def _restore(self) -> None:
-        self._optimizer.round = self._round
-        for group, name, value in self._penalties:
-            group[name] = value
-        if not self._members:
-            return
-        for state, held in self._states:
-            for name, value in held.items():
-                state[name] = value
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
-        for param, version, copy in self._weights:
-            # Only those that were changed: autograd may still need the others as they are.
-            if param._version != version:
-                param.copy_(copy)
-
 
 class RoundOptimizer(Optimizer):
     """A torch optimizer that takes one batch per step and moves the weights once per round.
 
-    A step is `_take` for its batch; the last of a round also calls `_close`. Subclasses define
-    these two, what a parameter's state is, and how settings are checked.
+    Every step calls `_step_batch`; the last one of a round also calls `_consensus`. A subclass
+    implements these two, `fresh_state` and `_check_group`.
 
     Attributes:
-        batches: the number of batches in a round; with a process group, of this rank's.
-        round: where the round stands.
-        observers: called at the end of every round; neither copied nor saved.
+        batches: the number of batches in a round; with a process group, of this rank's batches.
+        round: the progress of the open round.
+        observers: functions to call at the end of every round; neither copied nor saved.
     """
 
-    # Settings with one value for the whole optimizer: a round is a round of all parameters.
+    # Settings that all groups must share, because a round is a round of all parameters.
     shared: ClassVar[tuple[str, ...]] = ("batches", "weights", "clip", "nonfinite")
-    # The state by which a parameter is known to have any.
+    # The entry that every parameter with state has.
     _dual_key: ClassVar[str]
 
     observers: tuple[Callable[[], None], ...] = ()
@@ -116,38 +44,40 @@ class RoundOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: Group) -> None:
         self.defaults = defaults
         self.round = Round()
-        self.start_afresh()
+        self.reset_unsaved()
         super().__init__(params, defaults)
 
-    def start_afresh(self) -> None:
-        """Drop what belongs to this object and these tensors, and is never saved."""
+    def reset_unsaved(self) -> None:
+        """Reset what no checkpoint holds: caches, and what watches this run."""
         self.batches = int(self.defaults["batches"])
         self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
-        self._watch = nonfinite.Watch()
+        self._nonfinite = nonfinite.Watch()
         self._guard = Guard()
         self._accumulation = AccumulationWatch()
         self._step_supports_amp_scaling = self._takes_infinities
-        self.life = traced.register(self)
+        # A new number after every load.
+        self.instance_id = traced.register(self)
 
     @property
     def _takes_infinities(self) -> bool:
-        """True if GradScaler calls step() even when it found infinities.
+        """True if GradScaler is to call step() even when it found infinities.
 
-        A batch that is skipped then uses up its slot, and the batches after it stay with their own
-        duals. Not otherwise: trainers refuse to clip gradients for optimizers that unscale them.
+        The batch is then skipped but still uses its slot, so the batches after it keep their own
+        duals. With one batch per round it is False, because trainers refuse to clip gradients for
+        optimizers that unscale them.
         """
         return self.batches > 1 or bool(self.defaults["capturable"])
 
-    # Where it stands
+    # Progress
 
     @property
     def iteration(self) -> int:
-        """Rounds done, that is, how often the weights have moved."""
+        """The number of rounds done, that is, how often the weights have moved."""
         return self.round.iteration
 
     @property
     def batch(self) -> int:
-        """The slot that the next `step()` uses if it is not told one."""
+        """The slot that the next `step()` uses unless it is given one."""
         return self.round.free(self.batches)[0]
 
     @property
@@ -183,19 +113,19 @@ class RoundOptimizer(Optimizer):
                 an earlier step.
         """
         if closure is None and torch.compiler.is_compiling():
-            traced.step(self._params, self.life, batch)
+            traced.step(self._params, self.instance_id, batch)
             return None
         return self._step(closure, batch)
 
     @disable_dynamo
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
-        if self._watch.waits:
+        if self._nonfinite.under_way:
             self._report_nonfinite()
         if self.batches > 2:
-            self._accumulation.look(self._params, self.batches)
-        slot = self._claim(batch)
-        for group in self.param_groups:  # before a batch's dual has changed
+            self._accumulation.on_step(self._params, self.batches)
+        slot = self._free_slot(batch)
+        for group in self.param_groups:  # checked before any dual changes
             lr = group["lr"]
             if not isinstance(lr, Tensor) and not (type(lr) is float and 0 <= lr < torch.inf):
                 check_range("lr", lr, 0, high_open=True)
@@ -204,29 +134,29 @@ class RoundOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         members = self._members(slot)
-        with Undo(self, self._to_copy(members)):
-            self._take(slot, members)
-            complete = self._use_up(slot, members)
+        with Undo(self, self._needing_backup(members)):
+            self._step_batch(slot, members)
+            complete = self._finish_batch(slot, members)
         if complete:
             self._end_round(members)
         return loss
 
     @torch.no_grad()
     def skip(self, *, batch: int | None = None) -> None:
-        """Use up the slot of a batch that is absent from this round.
+        """Mark a batch as absent from this round, and use its slot.
 
-        It contributes its dual: it counts as if its gradient were the average of its past.
+        It contributes its dual, as if its gradient were the average of its past gradients.
 
         Args:
             batch: slot, from 0. By default the first one that is free in this round.
         """
         self._report_nonfinite()
-        self._accumulation.skipped()
-        slot = self._claim(batch)
+        self._accumulation.on_skip()
+        slot = self._free_slot(batch)
         members = self._members(slot)
-        with Undo(self, self._to_copy(members)):
-            self._open()
-            complete = self._use_up(slot, members)
+        with Undo(self, self._needing_backup(members)):
+            self._open_round()
+            complete = self._finish_batch(slot, members)
         if complete:
             self._end_round(members)
 
@@ -239,47 +169,48 @@ class RoundOptimizer(Optimizer):
         self._report_nonfinite(wait=True)
         if not self.synced:
             members = self._members()
-            with Undo(self, self._to_copy(members)):
-                self._close(members)
+            with Undo(self, self._needing_backup(members)):
+                self._consensus(members)
             self._end_round(members)
 
     @abstractmethod
-    def _take(self, slot: int, members: list[list[Member]]) -> None:
-        """Use the gradients of a batch, and note in `round` whether it takes part."""
+    def _step_batch(self, slot: int, members: list[list[Member]]) -> None:
+        """Take the local step of a batch, and record in `round` whether it is present."""
 
     @abstractmethod
-    def _close(self, members: list[list[Member]]) -> None:
+    def _consensus(self, members: list[list[Member]]) -> None:
         """Move the weights by what the batches of the round have contributed."""
 
-    def _open(self) -> None:
-        """Begin a round, unless it has begun. Wrong input has raised by now."""
+    def _open_round(self) -> None:
+        """Begin a round unless one is open; called once all input has been checked."""
 
-    def _to_copy(self, members: list[list[Member]]) -> list[Member]:
-        """Return the parameters whose values must be put back if a step fails half-way."""
+    def _needing_backup(self, members: list[list[Member]]) -> list[Member]:
+        """Return the parameters to restore if a step fails half-way."""
         return []
 
-    def _use_up(self, slot: int, members: list[list[Member]]) -> bool:
-        """Note that a slot was used, and close the round if it was the last one."""
+    def _finish_batch(self, slot: int, members: list[list[Member]]) -> bool:
+        """Mark a slot as used; take the consensus and return True if it was the last one."""
         self.round.used.add(slot)
         complete = len(self.round.used) == self.batches
         if complete:
-            self._close(members)
+            self._consensus(members)
         return complete
 
     def _end_round(self, members: list[list[Member]]) -> None:
-        """Begin the next round, look after the weights, and tell observers."""
+        """Begin the next round, check now and then that weights stay bounded, call observers."""
         self.round.begin_next()
         if not self.round.iteration % self._guard.every:
-            self._guard.look(self.round.iteration, self._params, self._remedy)
+            self._guard.check(self.round.iteration, self._params, self._advice)
         for observe in self.observers:
             observe()
 
     @property
-    def _remedy(self) -> str:
-        """The advice to give if the training diverges."""
+    def _advice(self) -> str:
+        """Advice for the warning that the training diverges."""
         return "lower lr"
 
-    def _claim(self, batch: int | None) -> int:
+    def _free_slot(self, batch: int | None) -> int:
+        """Return the slot of a batch; raise ValueError if it is not free."""
         free = self.round.free(self.batches)
         if batch is None:
             return free[0]
@@ -293,16 +224,16 @@ class RoundOptimizer(Optimizer):
         return batch
 
     def _report_nonfinite(self, wait: bool = False) -> None:
-        if self._watch.waits:
-            self._watch.report(lambda params: nonfinite.named(params, self.param_groups), wait)
+        if self._nonfinite.under_way:
+            self._nonfinite.report(lambda params: nonfinite.named(params, self.param_groups), wait)
 
     # Parameters and their state
 
     def _members(self, slot: int | None = None) -> list[list[Member]]:
-        """Return the parameters that have, or now get, state; by group.
+        """Return the parameters that have state, or get it now, by group.
 
         Args:
-            slot: the batch whose step is next; None if the round is only to be closed.
+            slot: the batch that is stepped next; None to close the round only.
         """
         return [
             [m for p in group["params"] if (m := self.member(p, p.grad, group)) is not None]
@@ -310,7 +241,7 @@ class RoundOptimizer(Optimizer):
         ]
 
     def member(self, param: Tensor, grad: Tensor | None, group: Group) -> Member | None:
-        """Return a parameter with its state, which it gets with its first gradient.
+        """Return a parameter with its state, which is made when the first gradient arrives.
 
         Args:
             param: the parameter.
@@ -318,7 +249,7 @@ class RoundOptimizer(Optimizer):
             group: its group.
 
         Returns:
-            What this process holds of it; None if it has neither state nor a gradient.
+            Of a sharded parameter the local part; None without state and gradient.
         """
         state = self.state.get(param)
         if not state or self._dual_key not in state:
@@ -335,40 +266,40 @@ class RoundOptimizer(Optimizer):
         shape = param.shape
         if dual.shape != shape or (grad is not None and grad.shape != shape):
             check_shapes([Member(param, grad, state)], [self._dual_key])
-        # Numbers of devices, -1 for the CPU, are had for less than devices.
+        # Cheaper than comparing `device` objects; -1 is the CPU.
         if dual.get_device() != param.get_device():
             _move_state(state, param.device)
-        if type(param) in _PLAIN:
+        if type(param) in PLAIN_TYPES:
             return Member(param, grad, state)
-        return self._local(Member(param, grad, state), group)
+        return self._local_part(Member(param, grad, state), group)
 
-    def _local(self, member: Member, group: Group) -> Member:
-        """Return what this process holds of a parameter that may be sharded."""
+    def _local_part(self, member: Member, group: Group) -> Member:
+        """Return the part of a sharded parameter that this process holds."""
         from torchpisa.distributed import dtensor
 
-        return dtensor.part(member)
+        return dtensor.local_member(member)
 
     def has_state(self, param: Tensor) -> bool:
-        """Return whether a parameter has this optimizer's state, not only what others put there."""
+        """Return whether a parameter has state of this optimizer, not only of other code."""
         return self._dual_key in self.state.get(param, ())
 
     @abstractmethod
     def fresh_state(self, group: Group, batches: int | None = None) -> Callable[[Tensor], Group]:
-        """Return a function that makes the state that a parameter of a group starts with.
+        """Return a function that makes the initial state of a parameter.
 
         Args:
-            group: the group.
-            batches: for so many batches; by default the optimizer's.
+            group: the parameter's group.
+            batches: the number of batches to make state for; by default the optimizer's.
         """
 
     def init_state(self, params: Sequence[Tensor], group: Group) -> None:
-        """Give parameters of a group the state that they start with."""
+        """Give parameters of a group their initial state."""
         fresh = self.fresh_state(group)
         for param in params:
             self.state[param].update(fresh(param))
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group; it joins the round where that stands."""
+        """Add a parameter group, which joins the open round."""
         legal = {*self.defaults, *arguments.FOREIGN_KEYS}
         arguments.reject_unknown(param_group, legal, "a parameter group")
         first = self.param_groups[0] if self.param_groups else self.defaults
@@ -378,7 +309,7 @@ class RoundOptimizer(Optimizer):
                     f"{name} must be the same for all parameter groups ({first[name]!r}), "
                     f"got {param_group[name]!r}"
                 )
-        given = arguments.in_form(param_group, self.defaults)
+        given = arguments.normalized(param_group, self.defaults)
         group = {**self.defaults, **given, **{name: first[name] for name in self.shared}}
         self._check_group(group)
         super().add_param_group(group)
@@ -397,10 +328,10 @@ class RoundOptimizer(Optimizer):
 
     @abstractmethod
     def _check_group(self, group: Group) -> None:
-        """Raise ValueError if a setting of a group, whose parameters may be missing, is wrong."""
+        """Raise ValueError if a setting is wrong; the group need not have parameters yet."""
 
     def _prepare(self, group: Group) -> None:
-        """Check that a new group's parameters can be stepped, and give them their state."""
+        """Check that the parameters of a new group can be stepped, and make their state."""
         self.init_state([param for param in group["params"] if param.requires_grad], group)
 
     # Copies and checkpoints
@@ -410,15 +341,15 @@ class RoundOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "round" not in self.__dict__:  # pickled by a version that had it in the groups
+        if "round" not in self.__dict__:  # pickled by a version that kept it in the groups
             packed_rounds = [
                 {name: group.pop(name, None) for name in PROGRESS} for group in self.param_groups
             ]
             self.round = Round.unpacked(packed_rounds[0])
-        self.start_afresh()
+        self.reset_unsaved()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict; functions and preconditioners stay out of it.
+        """Return torch's state_dict, without functions and preconditioners.
 
         It may be taken in the middle of a round; a run resumed from it goes on bit for bit.
         """
@@ -426,30 +357,99 @@ class RoundOptimizer(Optimizer):
 
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the same kind of optimizer with the same number of batches.
+        """Load the state of an optimizer of the same class and with the same number of batches.
 
-        Hooks see it first; then every entry of it is checked, and if one does not fit, nothing has
-        changed. Tensors keep the dtype that they were saved with, counters are float32.
+        Hooks run first. Then every entry is checked, and nothing changes if one does not fit.
+        Tensors keep the dtype that they were saved with; counters are float32.
 
         Raises:
-            ValueError: an entry, which the message names, does not fit.
+            ValueError: an entry does not fit; the message names it.
         """
         given: Any = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-        for prepare in self._optimizer_load_state_dict_pre_hooks.values():
-            prepared = prepare(self, given)
-            given = given if prepared is None else prepared
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            given = given if changed is None else changed
         self.__setstate__(unpacked(given, self, self._check_loaded)._asdict())
-        for finish in self._optimizer_load_state_dict_post_hooks.values():
-            finish(self)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
-    def converted(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state_dict of an earlier version as this one writes it."""
+    def upgrade_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state_dict of an earlier version in today's form."""
         return state_dict
 
     def _check_loaded(self, group: Group) -> None:
-        """Raise ValueError if the optimizer could not have been made with a group, or not step."""
+        """Raise ValueError if the settings of a loaded group are wrong or cannot be stepped."""
         arguments.check_shared(group)
         self._check_group(group)
+
+
+# Settings that a round changes.
+_PENALTIES = ("sigma", "sisa_sigma")
+
+
+class Undo:
+    """Context manager that restores an optimizer if the block inside it raises.
+
+    Args:
+        optimizer: its round and penalties are always restored.
+        members: parameters to back up too, with their state. torchpisa's own kernels do not fail
+            half-way and need no backup; a user's preconditioner may.
+    """
+
+    def __init__(self, optimizer: "RoundOptimizer", members: Sequence[Member]) -> None:
+        self._optimizer = optimizer
+        self._round = optimizer.round.copy()
+        self._penalties = [
+            (group, name, group[name])
+            for group in optimizer.param_groups
+            for name in _PENALTIES
+            if name in group
+        ]
+        self._members = members
+        if members:
+            self._back_up()
+
+    def _back_up(self) -> None:
+        self._states = [(member.state, dict(member.state)) for member in self._members]
+        self._weights = [
+            (member.param, member.param._version, member.param.detach().clone())
+            for member in self._members
+        ]
+        changing: list[Any] = [value for _, saved in self._states for value in saved.values()]
+        for _, _, value in self._penalties:
+            changing += value if isinstance(value, list) else [value]
+        self._copies = [
+            (tensor, tensor.detach().clone()) for tensor in changing if isinstance(tensor, Tensor)
+        ]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            with torch.no_grad():
+                self._restore()
+
+    def _restore(self) -> None:
+        self._optimizer.round = self._round
+        for group, name, value in self._penalties:
+            group[name] = value
+        if not self._members:
+            return
+        for state, saved in self._states:
+            for name, value in saved.items():
+                state[name] = value
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+        for param, version, copy in self._weights:
+            # Writing to the others would tell autograd that they have changed.
+            if param._version != version:
+                param.copy_(copy)
 
 
 def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
@@ -459,9 +459,9 @@ def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
 
 
 def _move_state(state: Group, device: torch.device) -> None:
-    """Move the state of a parameter that was moved, as by `model.cuda()` after construction."""
+    """Move state after its parameter, as when `model.cuda()` is called after construction."""
     for key, value in state.items():
-        # Counters stay on the CPU, where they cost nothing; kernels fetch them from there.
+        # Counters stay on the CPU, where reading them costs nothing.
         is_counter = key.partition(".")[0] == "step"
         if isinstance(value, Tensor) and (device.type == "cpu" or not is_counter):
             state[key] = value.to(device)

@@ -1,4 +1,4 @@
-"""Parameter groups for models whose matrices are not all to be orthogonalised."""
+"""Parameter groups that tell hidden matrices from embeddings, output layers and vectors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,9 +9,8 @@ __all__ = ["is_matrix", "looks_like_embedding", "split"]
 
 # Parts of the names that embeddings and output layers have in common libraries.
 _EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head", "output_layer")
-# Rows, and rows per column, from which on a matrix is taken for one: hidden layers have fewer rows
-# or more columns.
-_MANY, _TALL = 1000, 8
+# A matrix with so many rows, and rows per column, is taken for an embedding or output layer.
+_MIN_ROWS, _MIN_ROWS_PER_COL = 1000, 8
 
 
 def is_matrix(param: object) -> bool:
@@ -31,7 +30,7 @@ def looks_like_embedding(name: str | None, param: Tensor) -> bool:
     if name is not None and any(part in name.lower() for part in _EMBEDDING_NAMES):
         return True
     rows, cols = param.shape
-    return rows >= _MANY and rows >= _TALL * cols
+    return rows >= _MIN_ROWS and rows >= _MIN_ROWS_PER_COL * cols
 
 
 def split(
@@ -46,8 +45,8 @@ def split(
         head: name or names of the output layers, as in `model.named_modules()`. By default what
             `model.get_output_embeddings()` returns if there is such a method (transformers), else
             the last `nn.Linear`. `()` for none.
-        weight_decay: of everything but vectors (biases, norms), which get 0. By default that of the
-            optimizer, for all of them.
+        weight_decay: decay of everything but vectors (biases, norms), which get 0. By default all
+            have that of the optimizer.
 
     Returns:
         Groups with named parameters, `matrix=True` for the hidden matrices and `False` for the
@@ -65,13 +64,13 @@ def split(
     """
     modules = dict(model.named_modules())
     embeddings = [m for m in modules.values() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    apart = {id(p) for m in [*embeddings, *_heads(model, modules, head)] for p in m.parameters()}
+    excluded = {id(p) for m in [*embeddings, *_heads(model, modules, head)] for p in m.parameters()}
     matrices: list[tuple[str, nn.Parameter]] = []
     tables: list[tuple[str, nn.Parameter]] = []
     vectors: list[tuple[str, nn.Parameter]] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            kind = tables if id(param) in apart else matrices
+            kind = tables if id(param) in excluded else matrices
             (kind if is_matrix(param) else vectors).append((name, param))
     groups: list[dict[str, Any]] = [{"params": matrices, "matrix": True}]
     if weight_decay is None:

@@ -1,4 +1,4 @@
-"""What an optimizer knows of other processes; `torchpisa.distributed` implements it."""
+"""Interface between an optimizer and other processes; `torchpisa.distributed` implements it."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,41 +24,41 @@ __all__ = ["DeviceMesh", "Peers", "ProcessGroup"]
 class Peers(Protocol):
     """The ranks that take every consensus together, as seen from one of them.
 
-    Every rank joins every collective of every round, in the same order, whatever happened to its
-    batches.
+    Every rank joins every collective of every round, in the same order, even if its own batches are
+    absent.
 
     Attributes:
-        size: number of ranks.
-        rank: this one.
-        begun: whether a backward pass has taken part of the step that is due.
+        size: the number of ranks.
+        rank: the number of this rank.
+        step_begun: True if a backward pass has stepped some parameters, and `step()` has to follow.
     """
 
     size: int
     rank: int
-    begun: bool
+    step_begun: bool
 
     def shares(self, weights: Sequence[float] | None, batches: int) -> list[float]:
-        """Return alpha_i of this rank's batches, from the weights of all ranks' batches."""
+        """Return alpha_i of this rank's batches, normalised over the batches of all ranks."""
 
-    def add(self, params: Sequence[Tensor]) -> None:
-        """Agree on parameters that all ranks add; they take the values of the first rank."""
+    def add_params(self, params: Sequence[Tensor]) -> None:
+        """Check that all ranks add the same parameters, and copy the values of the first rank."""
 
     def sum(self, values: Sequence[Scalar], device: torch.device) -> Tensor:
-        """Return a few numbers, added up over all ranks."""
+        """Return the sums of a few numbers over all ranks."""
 
-    def expect(self, slot: int, params: Sequence[Tensor]) -> None:
-        """Raise if gradients are not what a rank's step for a batch needs."""
+    def before_step(self, slot: int, params: Sequence[Tensor]) -> None:
+        """Prepare the step of a batch; raise if its gradients were averaged over ranks."""
 
-    def cleared(self, params: Sequence[Tensor]) -> None:
-        """Note that gradients are about to be cleared."""
+    def on_zero_grad(self, params: Sequence[Tensor]) -> None:
+        """Handle `zero_grad()`, before gradients are cleared."""
 
-    def stepped(self) -> None:
-        """Note that a batch was stepped, or is absent."""
+    def on_step(self) -> None:
+        """Handle `step()` or `skip()`."""
 
     def contribute(
         self, parts: Sequence[Part], members: Sequence[list[Member]], round: Round
     ) -> None:
-        """Complete what this rank's batches contribute to `members`, and send it."""
+        """Complete the contributions of this rank's batches to `members`, and send them."""
 
     def close(
         self,
@@ -68,21 +68,21 @@ class Peers(Protocol):
         problem: bool,
         plans: Plans,
     ) -> int:
-        """Send the rest, wait for the others, and take the consensus.
+        """Send the contributions that are left, wait for the other ranks, and take the consensus.
 
         Args:
-            parts: all parameters, by rule.
-            members: those with state.
-            round: where it stands.
-            problem: whether a batch of this rank was left out for a reason that is to be raised.
-            plans: of the fused kernels.
+            parts: all parameters, by group and rule.
+            members: the parameters with state, by part.
+            round: the round to close.
+            problem: True if this rank left out a batch and will raise an error for it.
+            plans: cache of the fused kernels.
 
         Returns:
-            How many ranks had a problem, as far as this one was told.
+            The number of ranks with a problem, as far as this rank knows it.
         """
 
     def raise_if_out_of_step(self) -> None:
         """Raise RuntimeError, on every rank, if ranks have stepped for different batches."""
 
-    def forget(self) -> None:
-        """Drop what is left of a round that is not to be finished."""
+    def reset_round(self) -> None:
+        """Forget everything about the open round."""

@@ -1,4 +1,4 @@
-"""PISA, Algorithm 1, as a torch optimizer. SISA and NSISA are PISA with a rule of their own."""
+"""PISA (Algorithm 1) as a torch optimizer; SISA and NSISA subclass it and change its rules."""
 
 from collections.abc import Callable, Hashable, Sequence
 from operator import is_not
@@ -19,11 +19,11 @@ from torchpisa.optim.round import (
     Group,
     Part,
     Rule,
+    clear_arrived,
     clip_scale,
     consensus,
     contribute_duals,
     contribute_missing,
-    finish,
     local_job,
 )
 from torchpisa.penalty import Gamma
@@ -32,11 +32,6 @@ from torchpisa.preconditioners.base import initial_state
 from torchpisa.state_keys import state_key
 
 __all__ = ["PISA"]
-
-
-def _given(group: Group, params: Sequence[Tensor]) -> Preconditioner:
-    chosen: Preconditioner = group["preconditioner"]
-    return chosen
 
 
 class PISA(RoundOptimizer):
@@ -102,8 +97,8 @@ class PISA(RoundOptimizer):
             `torchpisa.distributed.attach` for DistributedDataParallel and
             `torchpisa.distributed.shard` for FSDP. When parameters are added, all ranks take those
             of the first. None is this process alone.
-        reduce_dtype: what crosses the network, such as `torch.bfloat16` for half of the bytes;
-            weights are never rounded to it. None is the dtype of the state.
+        reduce_dtype: dtype in which contributions cross the network, such as `torch.bfloat16` for
+            half of the bytes; weights are never rounded to it. None is the dtype of the state.
 
     Examples:
         >>> import torch, torchpisa
@@ -119,9 +114,9 @@ class PISA(RoundOptimizer):
 
     shared = ("batches", "ranks", "weights", "clip", "nonfinite")
     _dual_key = state_key("dual", 0)
-    _rules: ClassVar[tuple[Rule, ...]] = (Rule((), _given),)
+    _rules: ClassVar[tuple[Rule, ...]] = (Rule((), lambda group, _: group["preconditioner"]),)
 
-    # The other ranks; a load leaves them alone, and copies have none.
+    # The other ranks. Not part of a state_dict or a copy.
     peers: Peers | None = None
 
     def __init__(
@@ -155,13 +150,13 @@ class PISA(RoundOptimizer):
         self._start(params, settings)
 
     def _start(self, params: ParamsT, settings: Group) -> None:
-        """Make the optimizer from all arguments of a constructor."""
-        arguments.refuse_foreign(settings, type(self).__name__)
-        settings = arguments.in_form(settings, arguments.FLOATS)
+        """Initialise the optimizer from the arguments of a subclass's constructor."""
+        arguments.reject_foreign_calibration(settings, type(self).__name__)
+        settings = arguments.normalized(settings, arguments.FLOATS)
         check_count("batches", settings["batches"])
         arguments.check_shared(settings)
         arguments.check_dtype("reduce_dtype", settings["reduce_dtype"])
-        # Neither can be part of a group: a process group cannot be saved.
+        # Not part of the groups, because a process group cannot be saved.
         process_group, reduce_dtype = settings.pop("process_group"), settings.pop("reduce_dtype")
         if process_group is not None:
             from torchpisa.distributed.process_group import join
@@ -174,58 +169,59 @@ class PISA(RoundOptimizer):
         arguments.warn_about_absolute_lr(settings, type(self).__name__)
         super().__init__(params, settings)
 
-    def start_afresh(self) -> None:
-        """Drop what belongs to this object and these tensors, and is never saved."""
-        super().start_afresh()
+    def reset_unsaved(self) -> None:
+        """Reset what no checkpoint holds: caches, and what watches this run."""
+        super().reset_unsaved()
         self._plans: dispatch.Plans = {}
         self._parts: list[Part] = []
         self._parts_for: list[Group] = []
         self._problem: str | None = None
         if self.peers is not None:
-            self.peers.forget()
+            self.peers.reset_round()
 
     @property
     def _takes_infinities(self) -> bool:
-        # Other ranks wait for this one, whatever it found.
+        # The other ranks wait for this one even if its gradients are infinite.
         return self.peers is not None or super()._takes_infinities
 
     # Rules
 
     def parts(self) -> list[Part]:
-        """Return the parameters by group and rule, with that rule's numbers."""
+        """Return all parameters, one `Part` for each group and rule."""
         groups = self.param_groups
         if len(groups) != len(self._parts_for) or any(map(is_not, groups, self._parts_for)):
             self._parts_for = list(groups)
             self._parts = [
                 part
-                for number, group in enumerate(groups)
-                for part in self._parts_of(number, group)
+                for group_index, group in enumerate(groups)
+                for part in self._parts_of(group_index, group)
             ]
         return self._parts
 
-    def _parts_of(self, number: int, group: Group) -> list[Part]:
-        """Return the parameters of a group by rule."""
-        return [Part(number, group, group["params"], self._rules[0])]
+    def _parts_of(self, group_index: int, group: Group) -> list[Part]:
+        """Return the parts of one group; by default a single one."""
+        return [Part(group_index, group, group["params"], self._rules[0])]
 
     def _part_of(self, param: Tensor, group: Group) -> Part:
-        """Return one parameter and its rule."""
+        """Return a part that holds one parameter only."""
         (part,) = self._parts_of(0, {**group, "params": [param]})
         return part
 
     def effective(self) -> list[report.Effective]:
-        """Return step size and momentum as other optimizers count them, by group and rule."""
+        """Return step size and momentum in the terms of other optimizers, by group and rule."""
         return [report.effective(part, self.state) for part in self.parts()]
 
     # The step
 
-    def _take(self, slot: int, members: list[list[Member]]) -> None:
-        took = 1 << slot if self.peers is not None else 0  # while the backward pass was running
+    def _step_batch(self, slot: int, members: list[list[Member]]) -> None:
+        # With DDP the backward pass may have stepped some members already, see `step_bucket`.
+        done = 1 << slot if self.peers is not None else 0
         reached = []
-        for of_part in members:
+        for part_members in members:
             reached.append(
-                [m for m in of_part if m.grad is not None and not m.state["arrived"] & took]
+                [m for m in part_members if m.grad is not None and not m.state["arrived"] & done]
             )
-        if any(reached) or self.peers is None or not self.peers.begun:
+        if any(reached) or self.peers is None or not self.peers.step_begun:
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             self._local_step(slot, reached, "step", scale, found_inf)
 
@@ -237,49 +233,57 @@ class PISA(RoundOptimizer):
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> bool:
-        """Take the local step of a batch over members with gradients, by part.
+        """Take the local step of a batch.
 
         Args:
             slot: the batch.
-            reached: the members; all of the batch, or some that `key` names.
-            key: by which kernels find again what they have prepared for the same members.
-            grad_scale: what the gradients were multiplied by.
-            found_inf: whether a GradScaler found infinities in them.
+            reached: the members that have a gradient, by part; all of them, or one DDP bucket.
+            key: identifies the set of members, so that kernels can reuse what they prepared.
+            grad_scale: factor of a GradScaler on the gradients.
+            found_inf: positive if a GradScaler found infinities in them.
 
         Returns:
-            False if the batch was left out.
+            False if the batch counts as absent.
         """
         parts = self.parts()
         kernels = []
-        for number, (part, of_part) in enumerate(zip(parts, reached, strict=True)):
+        for index, (part, part_members) in enumerate(zip(parts, reached, strict=True)):
             preconditioner, follows = part.preconditioner, part.group[part.rule.sigma] is None
-            if of_part and type(preconditioner).check is not Preconditioner.check:
-                preconditioner.check([member.origin for member in of_part])
+            if part_members and type(preconditioner).check is not Preconditioner.check:
+                preconditioner.check([member.origin for member in part_members])
             kernels.append(
                 dispatch.for_local_step(
-                    part.group, of_part, preconditioner, slot, follows, (number, key), self._plans
+                    part.group,
+                    part_members,
+                    preconditioner,
+                    slot,
+                    follows,
+                    (index, key),
+                    self._plans,
                 )
             )
         where = f"batch {slot} of iteration {self.round.iteration}"
-        verdict = nonfinite.verdict(self.param_groups, reached, kernels, found_inf, where)
+        verdict = nonfinite.examine(self.param_groups, reached, kernels, found_inf, where)
         if verdict.problem is not None:
             if self.peers is None:
                 raise FloatingPointError(
                     f"{verdict.problem}. Nothing was changed; nonfinite='skip' leaves such "
                     "batches out"
                 )
-            # The other ranks are waiting for this one, so it joins them, and raises afterwards.
+            # The other ranks wait for this one: it completes the round with them, then raises.
             self._problem = verdict.problem
-        self._open()
+        self._open_round()
         if not verdict.present:
             return False
-        at_once = self._moves_at_once
+        moves_weights = self._step_moves_weights
         flags: Sequence[list[Tensor] | None] = [None] * len(parts)
         if any(verdict.deferred):
-            flags = self._watch.flags([part.params for part in parts], reached, verdict.deferred)
+            flags = self._nonfinite.flags(
+                [part.params for part in parts], reached, verdict.deferred
+            )
         jobs = []
-        for part, of_part, flagged in zip(parts, reached, flags, strict=True):
-            job = local_job(part, of_part, slot, verdict.keep, at_once)
+        for part, part_members, flagged in zip(parts, reached, flags, strict=True):
+            job = local_job(part, part_members, slot, verdict.keep, moves_weights)
             job.grad_scale, job.search, job.flags = grad_scale, verdict.search, flagged
             jobs.append(job)
         clip = self.param_groups[0]["clip"]
@@ -289,24 +293,24 @@ class PISA(RoundOptimizer):
                 job.clip_scale = scale
         for job, kernel in zip(jobs, kernels, strict=True):
             if job.members:
-                dispatch.able(kernel, job).local_step(job)
+                dispatch.supporting(kernel, job).local_step(job)
         if verdict.search or any(verdict.deferred):
-            self._watch.note(kernels, reached, where)
-        self.round.note(slot, self.batches, None if at_once else verdict.keep)
+            self._nonfinite.fetch(kernels, reached, where)
+        self.round.add_present(slot, self.batches, None if moves_weights else verdict.keep)
         return True
 
     @property
-    def _moves_at_once(self) -> bool:
-        """True if a round is a single batch, whose step moves the weights at once."""
+    def _step_moves_weights(self) -> bool:
+        """True if a round is a single batch, so that its local step includes the consensus."""
         return self.peers is None and self.batches == 1
 
-    def _open(self) -> None:
-        if self.round.used or (self.peers is not None and self.peers.begun):
+    def _open_round(self) -> None:
+        if self.round.used or (self.peers is not None and self.peers.step_begun):
             return
-        # All rules are asked before anything changes: one may raise.
+        # Call all rules for gamma before anything changes: one may raise.
         grown = []
         for part in self.parts():
-            if part.group["gamma"] != 1.0 and not part.follows:
+            if part.group["gamma"] != 1.0 and not part.sigma_follows:
                 grown.append((part, part.next_sigmas(self.round.iteration)))
         for part, new in grown:
             if part.group["capturable"]:
@@ -315,22 +319,21 @@ class PISA(RoundOptimizer):
             else:
                 part.group[part.rule.sigma] = new
 
-    def _use_up(self, slot: int, members: list[list[Member]]) -> bool:
+    def _finish_batch(self, slot: int, members: list[list[Member]]) -> bool:
         if self.peers is not None:
-            self.peers.stepped()
-        return super()._use_up(slot, members)
+            self.peers.on_step()
+        return super()._finish_batch(slot, members)
 
-    def _close(self, members: list[list[Member]]) -> None:
-        if (
-            self.peers is not None or self._moves_at_once
-        ):  # see `_end_round`; the step has moved them
+    def _consensus(self, members: list[list[Member]]) -> None:
+        # With peers, `_end_round` takes the consensus; with one batch, its local step did.
+        if self.peers is not None or self._step_moves_weights:
             return
         keep = self.round.keep()
-        for part, of_part in zip(self.parts(), members, strict=True):
-            reached = [member for member in of_part if member.state["arrived"]]
+        for part, part_members in zip(self.parts(), members, strict=True):
+            reached = [member for member in part_members if member.state["arrived"]]
             contribute_missing(part, reached, self.round)
             consensus(part, reached, part.totals(reached), keep, self._plans)
-            finish(reached)
+            clear_arrived(reached)
 
     def _end_round(self, members: list[list[Member]]) -> None:
         problem, self._problem = self._problem, None
@@ -339,7 +342,7 @@ class PISA(RoundOptimizer):
             problems = self.peers.close(
                 self.parts(), members, self.round, problem is not None, self._plans
             )
-        # Before anything is raised: some ranks may raise and others not, and all must observe.
+        # Before anything is raised: even if only some ranks raise, observers run on all of them.
         super()._end_round(members)
         if self.peers is not None:
             self.peers.raise_if_out_of_step()
@@ -352,105 +355,105 @@ class PISA(RoundOptimizer):
             )
 
     @property
-    def _remedy(self) -> str:
-        if any(part.follows for part in self.parts()):
+    def _advice(self) -> str:
+        if any(part.sigma_follows for part in self.parts()):
             return "lower lr"
         return "give a larger sigma, or leave out sigma and rho"
 
-    def _to_copy(self, members: list[list[Member]]) -> list[Member]:
+    def _needing_backup(self, members: list[list[Member]]) -> list[Member]:
         for part in self.parts():
-            if not part.known:  # a preconditioner of a user's own may raise half-way
-                return [member for of_part in members for member in of_part]
+            if not part.built_in:  # a user's preconditioner may raise half-way
+                return [member for part_members in members for member in part_members]
         return []
 
     def _members(self, slot: int | None = None) -> list[list[Member]]:
         if slot is not None and self.peers is not None:
-            self.peers.expect(slot, self._params)
+            self.peers.before_step(slot, self._params)
         members: list[list[Member]] = []
         for part in self.parts():
-            of_part = []
+            part_members = []
             for param in part.params:
                 member = self.member(param, param.grad, part.group)
                 if member is not None:
-                    of_part.append(member)
-            members.append(of_part)
+                    part_members.append(member)
+            members.append(part_members)
         return members
 
-    def _local(self, member: Member, group: Group) -> Member:
+    def _local_part(self, member: Member, group: Group) -> Member:
         preconditioner = self._part_of(member.param, group).preconditioner
-        if not dispatch.steps_parts(group, preconditioner):
+        if not dispatch.steps_local_parts(group, preconditioner):
             return member
-        return super()._local(member, group)
+        return super()._local_part(member, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
         if self.peers is not None:
-            self.peers.cleared(self._params)
+            self.peers.on_zero_grad(self._params)
         super().zero_grad(set_to_none)
 
     def join_hook(self, **_: object) -> NoReturn:
-        """Refuse `torch.distributed.algorithms.join.Join`: a rank that is done calls `skip()`."""
+        """Refuse `torch.distributed.algorithms.join.Join`; a rank without data calls `skip()`."""
         raise RuntimeError(
             "Join cannot hold an optimizer of torchpisa: a rank without data still has a dual to "
             "contribute. Call skip() on it, once for each step() of the others"
         )
 
-    # For torchpisa.distributed: parts of a step, taken while the backward pass is still running
+    # For torchpisa.distributed.ddp: steps of single buckets, while the backward pass is running
 
     @property
     def last_slot(self) -> int | None:
-        """The slot of the batch that ends the round, if it is next."""
+        """The slot of the next batch if it ends the round, else None."""
         free = self.round.free(self.batches)
         return free[0] if len(free) == 1 else None
 
-    def members_of(
+    def members_by_part(
         self, params: Sequence[tuple[int, Tensor, Tensor | None]], with_gradient: bool
     ) -> list[list[Member]]:
         """Return parameters with their state, by part.
 
         Args:
-            params: number of the part, parameter and gradient (None for zero) of each.
+            params: index of the part, parameter, and gradient (None for zero).
             with_gradient: leave out those without gradient.
         """
         parts = self.parts()
         members: list[list[Member]] = [[] for _ in parts]
-        for number, param, grad in params:
-            member = self.member(param, grad, parts[number].group)
+        for index, param, grad in params:
+            member = self.member(param, grad, parts[index].group)
             if member is not None and (grad is not None or not with_gradient):
-                members[number].append(member)
+                members[index].append(member)
         return members
 
     @torch.no_grad()
-    def step_some(
+    def step_bucket(
         self,
         params: Sequence[tuple[int, Tensor, Tensor | None]],
         key: Hashable,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Step some parameters with the last batch of a round, before `step()` is called.
+        """Take the local step of a bucket with the last batch of a round, before `step()`.
 
         Args:
-            params: see `members_of`.
-            key: names them, for kernels to find again what they have prepared.
-            grad_scale: what the gradients were multiplied by.
-            found_inf: whether they have infinities, if a GradScaler is in use.
+            params: the bucket's parameters, see `members_by_part`.
+            key: identifies the bucket, so that kernels can reuse what they prepared.
+            grad_scale: factor of a GradScaler on the gradients.
+            found_inf: positive if they have infinities; None without a GradScaler.
         """
         slot = self.last_slot
         assert self.peers is not None
         assert slot is not None
-        reached = self.members_of(params, with_gradient=True)
-        if any(m.state["arrived"] >> slot & 1 for of_part in reached for m in of_part):
+        reached = self.members_by_part(params, with_gradient=True)
+        if any(m.state["arrived"] >> slot & 1 for part_members in reached for m in part_members):
             raise RuntimeError(
-                "backward() ran twice before step(), but what the first one found is on its way "
-                "already: accumulate gradients under model.no_sync(), all but the last"
+                "backward() ran twice before step(), but the gradients of the first one have been "
+                "used already: accumulate gradients under model.no_sync(), all but the last"
             )
-        with Undo(self, self._to_copy(reached)):
+        with Undo(self, self._needing_backup(reached)):
             present = self._local_step(slot, reached, key, grad_scale, found_inf)
         if not present:
-            for part, of_part in zip(self.parts(), reached, strict=True):
-                contribute_duals(part, of_part, slot)
-        self.peers.begun = True
+            for part, part_members in zip(self.parts(), reached, strict=True):
+                contribute_duals(part, part_members, slot)
+        self.peers.step_begun = True
 
     # Groups and state
 
@@ -470,7 +473,7 @@ class PISA(RoundOptimizer):
         self._check_rules(group)
 
     def _check_rules(self, group: Group) -> None:
-        """Check sigma, rho and what the preconditioner is made from."""
+        """Check sigma, rho and the settings of the preconditioner."""
         if group["sigma"] is None:
             raise ValueError("sigma must be a finite number > 0, got None")
         arguments.check_penalties(group, "sigma", "rho")
@@ -491,21 +494,21 @@ class PISA(RoundOptimizer):
 
         for part in self._parts_of(0, group):
             params = [dtensor.local(param) for param in part.params]
-            dispatch.check_fused(params, part.preconditioner, group, part.follows)
+            dispatch.check_fused(params, part.preconditioner, group, part.sigma_follows)
 
     def _prepare(self, group: Group) -> None:
-        """Agree with other ranks on a new group, put its numbers in form, and make its state."""
+        """Agree with other ranks on a new group, normalise its numbers, and make its state."""
         params = group["params"]
         self._check_fused(group)
         if self.peers is not None:
-            self.peers.add(params)
+            self.peers.add_params(params)
         device = params[0].device if params else torch.device("cpu")
         if group["capturable"] and isinstance(group["lr"], Tensor) and group["lr"].device != device:
             raise ValueError(
                 f"lr must be on the parameters' device {device} when capturable=True, "
                 f"got {group['lr']!r}"
             )
-        arguments.put_penalties_in_form(group)
+        arguments.normalize_penalties(group)
         super()._prepare(group)
         if group["initial_consensus"]:
             for part in self._parts_of(0, group):
@@ -513,7 +516,7 @@ class PISA(RoundOptimizer):
 
     @torch.no_grad()
     def _initial_consensus(self, part: Part, device: torch.device) -> None:
-        if part.follows:
+        if part.sigma_follows:
             return
         total = part.total(part.sigmas)
         if self.peers is not None:
@@ -524,7 +527,7 @@ class PISA(RoundOptimizer):
                 param.copy_(pisa.initial_consensus(param, total, decay, part.lr))
 
     def fresh_state(self, group: Group, batches: int | None = None) -> Callable[[Tensor], Group]:
-        """Return a function that makes the state that a parameter of a group starts with."""
+        """Return a function that makes the initial state of a parameter."""
         parts = self._parts_of(0, group)
         part_of = {id(param): part for part in parts for param in part.params}
         slots = range(self.batches if batches is None else batches)
@@ -536,16 +539,16 @@ class PISA(RoundOptimizer):
             if not dtype.is_complex:
                 dtype = group["state_dtype"] or torch.promote_types(dtype, torch.float32)
             dual = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-            # In float32 whatever torch's default dtype is: bfloat16 counts to 256.
             wide = torch.promote_types(real(dual).dtype, torch.float32)
             device = param.device if group["capturable"] else "cpu"
             state: Group = {}
             for slot in slots:
                 state[state_key("dual", slot)] = dual.clone()
-                for name in ("sigma", "level") if part.follows else ():
+                for name in ("sigma", "level") if part.sigma_follows else ():
                     state[state_key(name, slot)] = torch.zeros((), dtype=wide, device=param.device)
                 for name, value in initial_state(part.preconditioner, dual).items():
                     state[state_key(name, slot)] = value
+                # float32 whatever torch's default dtype is: bfloat16 counts to 256 only.
                 counter = torch.zeros((), dtype=torch.float32, device=device)
                 state[state_key("step", slot)] = counter
             if not single:

@@ -1,4 +1,4 @@
-"""What an optimizer says about itself: the memory of its state, and its steps in familiar terms."""
+"""Reports on an optimizer: memory of its state, step size and momentum in familiar terms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ class Memory:
     """Memory of an optimizer's state.
 
     Attributes:
-        bytes: all of it.
-        bytes_per_parameter: the same, per element of the parameters.
-        by_name: bytes by kind of state, all batches together.
+        bytes: the total.
+        bytes_per_parameter: the total per element of the parameters.
+        by_name: bytes by kind of state, summed over batches.
     """
 
     bytes: int
@@ -37,7 +37,7 @@ class Memory:
 
 
 class Range(NamedTuple):
-    """Smallest, middle and largest value."""
+    """Smallest, median and largest value."""
 
     min: float
     median: float
@@ -52,11 +52,11 @@ class Effective:
     no step was taken yet.
 
     Attributes:
-        step: \(\mathrm{lr}/S\), what a gradient that stays the same is multiplied by in the end,
-            with the mean S of all parameters where sigma follows their gradients. At the consensus
-            of `SpectralConsensus` only its singular values far below \(S/\rho\) are; large ones
-            become \(\mathrm{lr}/\rho\).
-        first_step: \(2\,\mathrm{lr}/(\sigma + \rho q)\), what a new gradient is multiplied by.
+        step: \(\mathrm{lr}/S\), the factor on a constant gradient in the long run; S is averaged
+            over parameters where sigma follows their gradients. With the consensus of
+            `SpectralConsensus` it holds for singular values far below \(S/\rho\); large ones become
+            \(\mathrm{lr}/\rho\).
+        first_step: \(2\,\mathrm{lr}/(\sigma + \rho q)\), the factor on a new gradient.
         momentum: \(\rho q/(\sigma + \rho q)\), the momentum coefficient of each coordinate.
         stable_curvature: \(\frac{2}{3}(\sigma + 2 \rho q)/\mathrm{lr}\), the curvature up to which
             the iteration is stable.
@@ -77,10 +77,10 @@ class Picture(NamedTuple):
 
 
 def memory(state: Mapping[Tensor, Mapping[str, Any]], groups: Sequence[Group]) -> Memory:
-    """Add up the tensors in `state`."""
+    """Return the memory of `state`."""
     by_name: dict[str, int] = {}
-    for held in state.values():
-        for key, value in held.items():
+    for param_state in state.values():
+        for key, value in param_state.items():
             if isinstance(value, Tensor):
                 name, _ = split_key(key)
                 size = value.numel() * value.element_size()
@@ -92,24 +92,24 @@ def memory(state: Mapping[Tensor, Mapping[str, Any]], groups: Sequence[Group]) -
 
 @torch.no_grad()
 def effective(part: Part, state: Mapping[Tensor, Mapping[str, Any]]) -> Effective:
-    """Return how the parameters of a part move, from the state of all parameters."""
-    group, preconditioner, follows = part.group, part.preconditioner, part.follows
+    """Return step size and momentum of a part, from the state of all parameters."""
+    group, preconditioner, follows = part.group, part.preconditioner, part.sigma_follows
     lr = float(part.lr)
     sigmas, rhos = part.sigmas, part.rhos
     scales: list[tuple[float, Tensor]] = []
     for param in part.params:
-        held = state.get(param, {})
+        param_state = state.get(param, {})
         for slot, (sigma, rho) in enumerate(zip(sigmas, rhos, strict=True)):
-            step = held.get(state_key("step", slot))
+            step = param_state.get(state_key("step", slot))
             if step is None or not step or not param.numel():
                 continue
-            q = diagonal(preconditioner, held, slot)
+            q = diagonal(preconditioner, param_state, slot)
             if q is not None:
                 q = q.reshape(-1)[:: max(1, q.numel() // _SAMPLES_PER_TENSOR)]
                 if follows:
-                    sigma = held[state_key("sigma", slot)]
+                    sigma = param_state[state_key("sigma", slot)]
                 scales.append((float(sigma), float(rho) * q.double().cpu()))
-    # On several ranks as if the others' sigmas were like this one's.
+    # The sigmas of other ranks are taken to be like those of this one.
     share = sum(group["weights"]) if group["ranks"] > 1 else 1.0
     if follows:
         elements = sum(len(rq) for _, rq in scales)
@@ -130,18 +130,21 @@ def effective(part: Part, state: Mapping[Tensor, Mapping[str, Any]]) -> Effectiv
     )
 
 
-def diagonal(preconditioner: Preconditioner, held: Mapping[str, Any], slot: int) -> Tensor | None:
-    """Return the diagonal of Q of a batch, as far as it is held here.
+def diagonal(
+    preconditioner: Preconditioner, param_state: Mapping[str, Any], slot: int
+) -> Tensor | None:
+    """Return the diagonal of Q of a batch; of a sharded parameter the local part.
 
     Args:
         preconditioner: Q.
-        held: all state of a parameter.
+        param_state: all state of a parameter.
         slot: the batch.
     """
-    named = {name: real(dtensor.local(value)) for name, value in of_slot(held, slot).items()}
-    step = named["step"]
+    saved = of_slot(param_state, slot)
+    state = {name: real(dtensor.local(value)) for name, value in saved.items()}
+    step = state["step"]
     return preconditioner.diagonal(
-        named["dual"], named, step.item() if step.device.type == "cpu" else step
+        state["dual"], state, step.item() if step.device.type == "cpu" else step
     )
 
 

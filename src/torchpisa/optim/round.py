@@ -1,7 +1,7 @@
-"""One round: the parameters by rule, where it stands, a batch's local step in it, and its end.
+"""Rounds: parameters by rule, the progress of a round, its local steps and its consensus.
 
-The optimizer of one process and the ranks of many (`distributed/process_group.py`) close rounds by
-the same functions, and so does a checkpoint that is loaded on other ranks.
+One process (`optim/pisa.py`), many ranks (`distributed/process_group.py`) and a checkpoint that is
+loaded on other ranks (`distributed/checkpoint/remap.py`) all close rounds by the functions here.
 """
 
 import functools
@@ -30,11 +30,11 @@ __all__ = [
     "Round",
     "Rule",
     "Totals",
+    "clear_arrived",
     "clip_scale",
     "consensus",
     "contribute_duals",
     "contribute_missing",
-    "finish",
     "local_job",
 ]
 
@@ -45,15 +45,16 @@ _LARGEST_OF_FLOAT64 = 1e200
 
 
 class Rule(NamedTuple):
-    """The way to step one kind of parameters, in terms of the settings of their group.
+    """The update rule for one kind of parameters: the settings of the group that play each role.
 
     Attributes:
-        settings: names of what the preconditioner depends on; none if it is given.
-        build: makes the preconditioner from the group and its parameters of this kind.
-        sigma: name of the penalty.
-        rho: name of the weight of the preconditioner.
-        momentum: name of the momentum that takes the place of both where sigma is None.
-        lr: name of a factor on `lr` there; "" for none.
+        settings: names of the settings that the preconditioner is built from; empty if the user
+            gave the preconditioner itself.
+        build: makes the preconditioner from the group and the parameters that follow this rule.
+        sigma: name of the setting for the penalty.
+        rho: name of the setting for the weight of the preconditioner.
+        momentum: name of the setting that replaces both where sigma is None.
+        lr: name of an additional factor on `lr` where sigma is None; "" for none.
     """
 
     settings: tuple[str, ...]
@@ -65,24 +66,24 @@ class Rule(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """S, the weighted sum of all sigmas of the round, and likewise of rho; see `Move`."""
+    """S, the sum of all sigmas of the round weighted by alpha, and the same of rho; see `Move`."""
 
     sigma: Any
     rho: Scalar = 0.0
 
 
 class Part:
-    """The parameters of a group that follow one rule. NSISA's groups have two, others one.
+    """The parameters of a group that follow one rule. NSISA has up to two per group, others one.
 
     Attributes:
-        number: of the group.
+        group_index: index of the group.
         group: its settings.
         params: the parameters.
-        rule: what they follow.
+        rule: their rule.
     """
 
-    def __init__(self, number: int, group: Group, params: list[Tensor], rule: Rule) -> None:
-        self.number = number
+    def __init__(self, group_index: int, group: Group, params: list[Tensor], rule: Rule) -> None:
+        self.group_index = group_index
         self.group = group
         self.params = params
         self.rule = rule
@@ -91,34 +92,34 @@ class Part:
 
     @property
     def preconditioner(self) -> Preconditioner:
-        """Q; made anew only when a setting that it depends on has changed."""
+        """Q, rebuilt only when one of its settings has changed."""
         device = self.params[0].device if self.params else None
         settings = device, *map(self.group.__getitem__, self.rule.settings)
         if self._preconditioner is None or settings != self._built_for:
             self._preconditioner = self.rule.build(self.group, self.params)
-            # One that is given is no setting to be compared: it is what it is.
+            # One that the user gave has no settings to compare, and is read from the group anew.
             self._built_for = settings if self.rule.settings else None
         return self._preconditioner
 
     @property
-    def known(self) -> bool:
-        """True if the preconditioner is one of the package's."""
+    def built_in(self) -> bool:
+        """True if the preconditioner is one of torchpisa's own."""
         return bool(self.rule.settings) or knows(self.preconditioner)
 
     @property
-    def follows(self) -> bool:
-        """True if the sigma of every parameter follows its gradients instead of being given."""
+    def sigma_follows(self) -> bool:
+        """True if sigma was not given: each parameter's own then follows its gradients."""
         return self.group[self.rule.sigma] is None
 
     @property
     def sigmas(self) -> list[Any]:
-        """sigma by batch, also after a user has written one number into the group."""
+        """sigma by batch, even if a user has written a single number into the group."""
         value = self.group[self.rule.sigma]
         return value if isinstance(value, list) else [value] * self.group["batches"]
 
     @property
     def rhos(self) -> list[Any]:
-        """rho by batch; where sigma follows gradients, what gives the momentum that was asked."""
+        """rho by batch; where sigma follows gradients, derived from the momentum."""
         group = self.group
         if group[self.rule.sigma] is None:
             momentum: float = group[self.rule.momentum]
@@ -128,22 +129,22 @@ class Part:
 
     @property
     def lr(self) -> Scalar:
-        """The learning rate, without the dimension that some schedulers' tensors have."""
+        """The learning rate; a tensor of one element as a 0-d tensor."""
         lr: Any = self.group["lr"]
         if isinstance(lr, Tensor):
             lr = lr.reshape(())
         elif not (type(lr) is float and 0 <= lr < torch.inf):
             check_range("lr", lr, 0, high_open=True)
-        if self.rule.lr and self.follows:
+        if self.rule.lr and self.sigma_follows:
             lr = lr * self.group[self.rule.lr]
         scalar: Scalar = lr
         return scalar
 
     def next_sigmas(self, iteration: int) -> list[Scalar]:
-        """Return equation (2.12) for all batches: a round is a round for the absent ones too.
+        """Return all sigmas after equation (2.12), those of absent batches included.
 
-        No sigma grows beyond `torchpisa.penalty.LARGEST_SIGMA`, or what float64 takes where all
-        parameters are of it.
+        They stop growing at `torchpisa.penalty.LARGEST_SIGMA` or, if all parameters are float64,
+        at a larger number.
         """
         group = self.group
         rules = arguments.per_batch(
@@ -158,20 +159,20 @@ class Part:
         return [grown(sigma, gamma, largest) for sigma, gamma in pairs]
 
     def total(self, values: Sequence[Any]) -> Scalar:
-        """Return the sum of sigmas or rhos, weighted by alpha; on several ranks, this one's."""
+        """Return the sum of sigmas or rhos weighted by alpha, over the batches of this rank."""
         total: Scalar = sum(map(mul, self.group["weights"], values))
         return total
 
     def totals(self, members: Sequence[Member]) -> Totals:
-        """Return the sums of the round over some members; on several ranks, this one's part."""
-        if not self.follows:
+        """Return S and the sum of rho for these members, over the batches of this rank."""
+        if not self.sigma_follows:
             return Totals(self.total(self.sigmas), self.total(self.rhos))
         slots = range(self.group["batches"])
         sigmas = {id(m.origin): self.total([sigma_of(m, slot) for slot in slots]) for m in members}
         return Totals(sigmas, self.total(self.rhos))
 
 
-# How a round is written into each group of a state_dict.
+# The keys under which a round is written into each group of a state_dict.
 PROGRESS = ("iteration", "visited", "present", "kept")
 
 
@@ -180,10 +181,11 @@ class Round:
     """The progress of a round.
 
     Attributes:
-        iteration: rounds done before it.
+        iteration: the number of rounds done before it.
         used: slots whose batch was stepped or skipped.
-        present: those whose batch takes part.
-        kept: the same as far as only the device knows, a bool for each slot; else None.
+        present: slots whose batch is present, that is, was stepped.
+        kept: a bool per slot on the device, where only the device knows whether a batch had
+            finite gradients and is present; else None.
     """
 
     iteration: int = 0
@@ -195,21 +197,21 @@ class Round:
         """Return the slots that have not been used."""
         return [slot for slot in range(batches) if slot not in self.used]
 
-    def note(self, slot: int, batches: int, keep: Tensor | None) -> None:
-        """Note that a batch takes part or, if only the device knows, whether it does."""
+    def add_present(self, slot: int, batches: int, keep: Tensor | None) -> None:
+        """Mark a batch as present; `keep`, if given, holds on the device whether it really is."""
         if keep is not None or self.kept is not None:
             if self.kept is None:
                 assert keep is not None
                 self.kept = torch.zeros(batches, dtype=torch.bool, device=keep.device)
                 for earlier in self.present:
                     self.kept[earlier].fill_(True)
-            taking_part = torch.ones_like(self.kept[slot]) if keep is None else keep
-            # Part of a batch may be stepped before the rest: it takes part if any of it does.
-            self.kept[slot].logical_or_(taking_part.to(self.kept.device))
+            is_present = torch.ones_like(self.kept[slot]) if keep is None else keep
+            # A batch that is stepped bucket by bucket is present if any bucket is.
+            self.kept[slot].logical_or_(is_present.to(self.kept.device))
         self.present.add(slot)
 
     def keep(self) -> Tensor | None:
-        """Return whether any batch takes part, if only the device knows; else None."""
+        """Return whether any batch is present, where only the device knows; else None."""
         return None if self.kept is None else self.kept.any()
 
     def begin_next(self) -> None:
@@ -220,12 +222,12 @@ class Round:
         self.kept = None
 
     def copy(self) -> "Round":
-        """Return a round that stands where this one does."""
+        """Return an independent copy."""
         kept = None if self.kept is None else self.kept.clone()
         return Round(self.iteration, set(self.used), set(self.present), kept)
 
     def packed(self) -> Group:
-        """Return plain values for a group of a state_dict; slots are bits there."""
+        """Return the entries for a group of a state_dict, sets of slots as bits."""
         return {
             "iteration": self.iteration,
             "visited": sum(1 << slot for slot in self.used),
@@ -235,7 +237,7 @@ class Round:
 
     @classmethod
     def unpacked(cls, group: Mapping[str, Any]) -> "Round":
-        """Return the round that `packed` has described."""
+        """Return the round from the entries that `packed` made."""
         slots = range(group["visited"].bit_length())
         used = {slot for slot in slots if group["visited"] >> slot & 1}
         present = {slot for slot in slots if group["present"] >> slot & 1}
@@ -247,20 +249,20 @@ def local_job(
     members: list[Member],
     slot: int,
     keep: Tensor | None,
-    at_once: bool,
+    moves_weights: bool,
 ) -> LocalJob:
-    """Return the local step of one batch.
+    """Return the job for the local step of one batch.
 
     Args:
         part: the rule and its numbers.
-        members: some of its parameters.
+        members: the parameters to step.
         slot: the batch.
-        keep: whether it takes part, if only the device knows.
-        at_once: take the consensus in the same step, because there is no other batch.
+        keep: whether the batch is present, where only the device knows.
+        moves_weights: include the consensus, because the round has no other batch.
     """
     group, sigmas, rhos = part.group, part.sigmas, part.rhos
     move = None
-    if at_once:
+    if moves_weights:
         sigma = None if sigmas[0] is None else part.total(sigmas)
         move = _move(part, Totals(sigma, part.total(rhos)))
     return LocalJob(
@@ -280,10 +282,12 @@ def local_job(
 
 
 def clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float) -> Tensor | None:
-    """Return what residuals are multiplied by to bring their norm over all jobs to `clip`."""
+    """Return the factor that limits the norm of the residuals over all jobs to `clip`."""
     squares = []
     for job, kernel in zip(jobs, kernels, strict=True):
-        norms = dispatch.able(kernel, job).residual_norm(job) if job.preconditioner.clips else []
+        norms = (
+            dispatch.supporting(kernel, job).residual_norm(job) if job.preconditioner.clips else []
+        )
         if norms:
             dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
             home = norms[0].device
@@ -303,10 +307,10 @@ def clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float)
 
 
 def contribute_missing(part: Part, members: list[Member], round: Round) -> None:
-    """Complete the pending sums of `members`, each of which some batch of the round has reached.
+    """Add to the pending sums of `members` what batches without a gradient there contribute.
 
-    A batch that did not reach a parameter had gradient zero there; one that was absent contributes
-    its dual.
+    A present batch without a gradient for a parameter had gradient zero there. An absent one
+    contributes its dual.
     """
     for slot in range(part.group["batches"]):
         missed = [
@@ -318,15 +322,15 @@ def contribute_missing(part: Part, members: list[Member], round: Round) -> None:
             continue
         if slot in round.present:
             keep = None if round.kept is None else round.kept[slot]
-            job = local_job(part, missed, slot, keep, at_once=False)
+            job = local_job(part, missed, slot, keep, moves_weights=False)
             kernel = dispatch.for_missed_batch(part.group, missed)
-            dispatch.able(kernel, job).local_step(job)
+            dispatch.supporting(kernel, job).local_step(job)
         else:
             contribute_duals(part, missed, slot)
 
 
 def contribute_duals(part: Part, members: list[Member], slot: int) -> None:
-    """Let a batch that is absent for `members` contribute its duals."""
+    """Add the duals of an absent batch to the pending sums of `members`."""
     group = part.group
     add_dual(members, slot, group["weights"][slot], group["stochastic_rounding"])
 
@@ -341,13 +345,15 @@ def consensus(
     """Take equation (2.9) for `members`, from pending sums and `totals`."""
     if members:
         move = _move(part, totals)
-        key = part.number, part.rule.sigma, "consensus"
-        kernel = dispatch.for_consensus(part.group, members, move, keep, part.follows, key, plans)
+        key = part.group_index, part.rule.sigma, "consensus"
+        kernel = dispatch.for_consensus(
+            part.group, members, move, keep, part.sigma_follows, key, plans
+        )
         kernel.consensus(members, move, keep)
 
 
-def finish(members: Sequence[Member]) -> None:
-    """Make parameters ready for the next round."""
+def clear_arrived(members: Sequence[Member]) -> None:
+    """Mark that no batch of the next round has contributed yet."""
     for member in members:
         member.state["arrived"] = 0
 

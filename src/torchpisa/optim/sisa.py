@@ -1,4 +1,4 @@
-"""SISA, Algorithm 2."""
+"""SISA (Algorithm 2) as a torch optimizer."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torchpisa.preconditioners import SecondMoment
 
 __all__ = ["LR", "SISA"]
 
-# The default in AdamW's terms.
+# The default learning rate in AdamW's terms.
 LR = 3e-3
 
 
@@ -48,7 +48,7 @@ class SISA(PISA):
             `weights`, `clip` and `nonfinite`.
         lr: learning rate, a number or a tensor. Without `sigma`, comparable to AdamW's, by default
             3e-3. With it, a factor on all steps, by default 1.
-        momentum: of a typical coordinate, in [0, 1); only without `sigma`.
+        momentum: the momentum of a typical coordinate, in [0, 1); only without `sigma`.
         sigma: \(\sigma_i^0 > 0\), the penalty: 1/sigma is the step that a constant gradient ends
             up with. One number, or one per batch. If only `rho` is given 0.5, or 2 with several
             batches, which may differ.
@@ -132,23 +132,23 @@ class SISA(PISA):
         settings = arguments.of_constructor(locals())
         if sigma is not None or rho is not None:
             several = batches != 1 or arguments.has_peers(process_group)
-            settings["sigma"], settings["rho"] = fill_in(sigma, rho, several)
+            settings["sigma"], settings["rho"] = with_defaults(sigma, rho, several)
         if lr is None:
             settings["lr"] = LR if settings["sigma"] is None else 1.0
         self._start(params, settings)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group; it joins the round where that stands.
+        """Add a parameter group, which joins the open round.
 
-        One that gives sigma in an optimizer without it, or the other way round, has the default lr
-        of its own terms unless it gives one.
+        A group may give sigma where the optimizer does not, or the other way round. Its default lr
+        is then the one that goes with its own choice.
         """
         group = dict(param_group)
         given = group.get("sigma", self.defaults["sigma"]) is not None
         if given != (self.defaults["sigma"] is not None):
             several = self.batches != 1 or self.peers is not None
             group.setdefault("lr", 1.0 if given else LR)
-            group.setdefault("rho", fill_in(None, None, several)[1] if given else None)
+            group.setdefault("rho", with_defaults(None, None, several)[1] if given else None)
         super().add_param_group(group)
         if given and "lr" in param_group:
             arguments.warn_about_absolute_lr({**param_group, "sigma": True}, "SISA")
@@ -156,13 +156,13 @@ class SISA(PISA):
     def _check_rules(self, group: Group) -> None:
         check_range("momentum", group["momentum"], 0, 1, high_open=True)
         if group["sigma"] is None:
-            arguments.check_following(group)
+            arguments.check_without_sigma(group)
         else:
             arguments.check_penalties(group, "sigma", "rho")
         self._rules[0].build(group, ())
 
 
-def fill_in(
+def with_defaults(
     sigma: float | Sequence[float] | None, rho: float | Sequence[float] | None, several: bool
 ) -> tuple[float | Sequence[float], float | Sequence[float]]:
     """Return sigma and rho, with a default for the one that is None.
@@ -170,8 +170,8 @@ def fill_in(
     Args:
         sigma: as given.
         rho: as given.
-        several: whether a round has several batches. Duals of batches that differ grow; they need
-            a larger sigma, and less momentum, than one dual on mixed data does.
+        several: whether a round has several batches. If their data differ their duals grow, and
+            need a larger sigma and less momentum than a single dual on mixed data.
     """
     default_sigma, default_rho = (2.0, 100.0) if several else (0.5, 1e3)
     return (

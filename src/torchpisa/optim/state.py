@@ -1,6 +1,7 @@
-"""What a state_dict holds beyond torch's own, and what an optimizer takes from one that fits.
+"""Write and read state_dicts: add the round to torch's entries, and check them all on loading.
 
-`unpacked` writes to nothing: it returns groups and state that are complete and checked, or raises.
+`unpacked` changes nothing: it either returns groups and state that are complete and checked, or
+raises.
 """
 
 import copy
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "packed", "unpacked"]
 
-# Kinds of numbers that state may be kept in; others would be loaded and then fail in a step.
+# Legal dtypes of state; others would load and then fail in a step.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
@@ -32,7 +33,7 @@ State = dict[str, Any]
 
 
 class Loaded(NamedTuple):
-    """The groups, state and round that an optimizer takes over."""
+    """The checked groups, state and round of a state_dict."""
 
     param_groups: list[Group]
     state: defaultdict[Tensor, State]
@@ -40,7 +41,7 @@ class Loaded(NamedTuple):
 
 
 def packed(state_dict: dict[str, Any], round: Round) -> dict[str, Any]:
-    """Return a state_dict with the round, and without what is code, such as preconditioners."""
+    """Return a state_dict with the round, and without functions and preconditioners."""
     progress = round.packed()
     groups = [
         {
@@ -56,18 +57,18 @@ def packed(state_dict: dict[str, Any], round: Round) -> dict[str, Any]:
 def unpacked(
     state_dict: object, optimizer: "RoundOptimizer", check_group: Callable[[Group], None]
 ) -> Loaded:
-    """Return what an optimizer takes from `state_dict`; nothing of it is changed.
+    """Return what `state_dict` holds for an optimizer, without changing either.
 
     Args:
-        state_dict: what `packed` returned, perhaps long ago.
-        optimizer: the optimizer.
-        check_group: raises if the optimizer could not have been made with a group.
+        state_dict: the result of `packed`, perhaps of an earlier version.
+        optimizer: the optimizer to load into.
+        check_group: raises if the settings of a group are wrong.
 
     Raises:
-        ValueError: something does not fit; the message names the entry.
+        ValueError: an entry does not fit; the message names it.
     """
     groups = optimizer.param_groups
-    given = optimizer.converted(_checked(state_dict))
+    given = optimizer.upgrade_state_dict(_checked(state_dict))
     saved_groups, saved_state = given["param_groups"], given["state"]
     for saved in saved_groups:
         _check_origin(saved)
@@ -98,11 +99,13 @@ def unpacked(
                     f"state_dict must name every parameter once in 'params', got {key!r}"
                 )
             seen.add(key)
-            held = saved_state.get(key)
-            if held is not None and not isinstance(held, dict):
-                raise ValueError(f"state_dict must have a dictionary for parameter {key}: {held!r}")
-            if held:
-                state[param] = _checked_state(held, fresh_of_one(param), group, key)
+            entries = saved_state.get(key)
+            if entries is not None and not isinstance(entries, dict):
+                raise ValueError(
+                    f"state_dict must have a dictionary for parameter {key}: {entries!r}"
+                )
+            if entries:
+                state[param] = _checked_state(entries, fresh_of_one(param), group, key)
             elif param.requires_grad:
                 state[param] = fresh(param)
     for key in saved_state:
@@ -113,7 +116,7 @@ def unpacked(
 
 
 def _checked(state_dict: object) -> Mapping[str, Any]:
-    """Return `state_dict` if it has the two entries that torch's have."""
+    """Return `state_dict` if it has the two entries of torch's state_dicts."""
     for name, kind in (("param_groups", list), ("state", dict)):
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(name), kind):
             raise ValueError(
@@ -141,7 +144,7 @@ def _taken_over(
             f"state_dict must be for batches={current['batches']}, got batches="
             f"{saved['batches']}: make the optimizer with as many batches, or begin with a new one"
         )
-    ranks = saved.get("ranks", 1)  # what was saved before there were ranks has none
+    ranks = saved.get("ranks", 1)  # early versions had no ranks
     if type(ranks) is not int or ranks != current.get("ranks", 1):
         raise ValueError(
             f"state_dict must be that of one of {current.get('ranks', 1)} ranks, got one of "
@@ -165,16 +168,16 @@ def _taken_over(
         )
     with _naming(f"param_groups[{number}]"):
         settings = {name: value for name, value in saved.items() if name != "params"}
-        taken = arguments.in_form(copy.deepcopy(settings), defaults)
-        for name, value in taken.items():
+        settings = arguments.normalized(copy.deepcopy(settings), defaults)
+        for name, value in settings.items():
             if not isinstance(name, str):
                 raise ValueError(f"names of settings must be strings, got {name!r}")
             if _is_code(value):
                 raise ValueError(f"{name} must be a value, not code, got {value!r}")
-        group = {**current, **taken}
+        group = {**current, **settings}
         check_group(group)
         _check_progress(group)
-        arguments.put_penalties_in_form(group)
+        arguments.normalize_penalties(group)
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         if group["capturable"] and isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].to(device)
@@ -195,7 +198,7 @@ def _check_origin(saved: Any) -> None:
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Say in errors where in the state_dict the entry is that they are about."""
+    """Prefix errors with the place in the state_dict that they are about."""
     try:
         yield
     except (ValueError, TypeError, RuntimeError) as error:
@@ -203,7 +206,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _check_progress(group: Group) -> None:
-    """Check where a round stands, and the shares of the batches."""
+    """Check the progress of the round, and the shares of the batches."""
     batches = group["batches"]
     for name in ("iteration", "visited", "present"):
         if name not in group:
@@ -240,42 +243,42 @@ def _check_bits(name: str, value: Any, most: float, within: int | None = None) -
 # State
 
 
-def _checked_state(held: State, first: State, group: Group, key: object) -> State:
-    """Return copies of `held` on the devices where they belong.
+def _checked_state(held: State, initial: State, group: Group, key: object) -> State:
+    """Return checked copies of a parameter's saved state, on the right devices.
 
     Args:
-        held: what was saved for the parameter.
-        first: what it has before the first step, for one batch.
-        group: its group, as loaded.
-        key: its name in the state_dict.
+        held: the saved state.
+        initial: the initial state for one batch, to compare with.
+        group: the loaded group.
+        key: the parameter's key in the state_dict.
     """
     expected: State = {}
-    for name, value in first.items():
+    for name, value in initial.items():
         kind, slot = split_key(name)
         if slot is None:
             expected[name] = value
         else:
             for batch in range(group["batches"]):
                 expected[state_key(kind, batch)] = value
-    if "pending" in held and "dual" in first:  # of MISA, while a round is open
-        dtype = torch.promote_types(first["dual"].dtype, torch.float32)
-        expected["pending"] = first["dual"].to(dtype)
+    if "pending" in held and "dual" in initial:  # of MISA, while a round is open
+        dtype = torch.promote_types(initial["dual"].dtype, torch.float32)
+        expected["pending"] = initial["dual"].to(dtype)
     if held.keys() != expected.keys():
         raise ValueError(
             f"state_dict must have {', '.join(sorted(expected))} for parameter {key}, "
             f"got {', '.join(sorted(map(str, held)))}: make the optimizer as the saved one was "
             "made, the same class with the same settings"
         )
-    taken: State = {}
+    loaded: State = {}
     dtypes: dict[torch.dtype, torch.dtype] = {}
     for name, like in expected.items():
         where, value = f"{name} of parameter {key}", held[name]
         if name == "arrived":
             with _naming(f"state of parameter {key}"):
                 _check_bits(name, value, (1 << group["batches"]) - 1, within=group["visited"])
-            taken[name] = value
+            loaded[name] = value
         elif split_key(name)[0] == "step":
-            taken[name] = _counter(value, like, where)
+            loaded[name] = _counter(value, like, where)
         else:
             _check_tensor(value, like, where, name, key)
             if name != "pending" and dtypes.setdefault(like.dtype, value.dtype) != value.dtype:
@@ -283,12 +286,12 @@ def _checked_state(held: State, first: State, group: Group, key: object) -> Stat
                     f"state_dict must have one dtype for the state of parameter {key}, got "
                     f"{value.dtype} for {name} and {dtypes[like.dtype]} before"
                 )
-            taken[name] = value.detach().resolve_conj().to(like.device, copy=True)
-    return taken
+            loaded[name] = value.detach().resolve_conj().to(like.device, copy=True)
+    return loaded
 
 
 def _counter(value: Any, like: Tensor, where: str) -> Tensor:
-    """Return a step counter in float32, whatever it was saved in."""
+    """Return a step counter in float32, whatever its saved dtype."""
     number = value.item() if _is_number(value) else None
     if number is None or not (0 <= number < math.inf and number == int(number)):
         raise ValueError(

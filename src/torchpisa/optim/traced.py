@@ -1,8 +1,9 @@
 """`step()` inside `torch.compile`: one opaque operation in the graph.
 
-Which batch it is, what sigma and lr are, whether the round ends: a step decides this in Python, and
-a trace would freeze it or break. So the graph holds a single operation that is told which
-parameters it moves and which gradients it reads, and that takes the ordinary step when it runs.
+A step decides in Python which batch it takes, what sigma and lr are and whether the round ends. A
+trace would freeze these decisions or break. So the graph holds a single operation, which declares
+the parameters that it writes and the gradients that it reads, and takes the ordinary step when it
+runs.
 """
 
 import weakref
@@ -19,19 +20,19 @@ _NEXT_FREE = -1
 
 
 def register(optimizer: object) -> int:
-    """Return a number by which the operation in a graph finds `optimizer`."""
+    """Return the number under which the operation in a graph finds `optimizer`."""
     number = max(_OPTIMIZERS, default=-1) + 1
     _OPTIMIZERS[number] = optimizer
     return number
 
 
 def step(params: Sequence[Tensor], number: int, batch: int | None) -> None:
-    """Put the operation into a graph that takes a step when it runs.
+    """Add the operation to the graph that is being traced.
 
     Args:
-        params: all parameters of the optimizer. Not read off its groups here: whatever changes in
-            them would be guarded, and compiled anew.
-        number: what `register` returned for it.
+        params: all parameters of the optimizer. Not read from its groups here, because every
+            change in a group would then trigger a recompilation.
+        number: the optimizer's number from `register`.
         batch: see `step` of the optimizer.
     """
     torch.ops.torchpisa.step(
@@ -67,11 +68,11 @@ def _step(
     finally:
         for param, grad in zip(all_params, before, strict=True):
             param.grad = grad
-    # A compiler may hand over copies of the parameters and write their contents back afterwards.
+    # The compiler may pass copies of the parameters, which it writes back afterwards.
     with torch.no_grad():
-        for handed, param in zip(params, all_params, strict=True):
-            if handed.data_ptr() != param.data_ptr():
-                handed.copy_(param)
+        for passed, param in zip(params, all_params, strict=True):
+            if passed.data_ptr() != param.data_ptr():
+                passed.copy_(param)
 
 
 @_step.register_fake

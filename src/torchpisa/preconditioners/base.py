@@ -1,4 +1,4 @@
-r"""What a preconditioner is: the solver of one batch's local problem, equation (2.13)."""
+r"""Base class of preconditioners: solvers of one batch's local problem, equation (2.13)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ __all__ = ["LocalProblem", "Preconditioner", "State", "initial_state", "solve_fo
 
 State = Mapping[str, Tensor]
 
-# What optimizers and clients keep beside the preconditioner's state, in the same dictionaries.
+# Names that optimizers and clients use in the dictionaries that hold the preconditioner's state.
 _RESERVED = ("arrived", "delta", "dual", "level", "moved", "pending", "sigma", "step")
 
 
@@ -33,8 +33,8 @@ class LocalProblem:
         sigma: \(\sigma_i\) of this round.
         rho: \(\rho_i\).
         weight_decay: \(\mu - \lambda\), already part of `grad`; curvature needs it too.
-        step: how often this batch has updated this parameter's state, this time included.
-        present: False when the batch did not reach the parameter and its loss gradient is zero.
+        step: the number of updates of this parameter by this batch, the current one included.
+        present: False if the batch has no gradient for the parameter, which then counts as zero.
     """
 
     param: Tensor
@@ -49,21 +49,21 @@ class LocalProblem:
 
 
 class Preconditioner(ABC):
-    r"""Solves \(d_i = -(\sigma_i I + \rho_i Q_i)^{-1} r_i\) for a \(Q_i\) of its own choosing.
+    r"""A choice of \(Q_i\), which solves \(d_i = -(\sigma_i I + \rho_i Q_i)^{-1} r_i\).
 
-    A subclass implements `solve` and, if it remembers anything, `init`. Both are pure: tensors in,
-    new tensors out; the optimizer keeps the state, one dictionary per parameter and batch, so the
-    same object serves every parameter, every batch and every machine. \(Q_i\) should satisfy
+    A subclass implements `solve` and, if it has state, `init`. Both are pure functions: tensors in,
+    new tensors out. The optimizer keeps the state, one dictionary per parameter and batch, so one
+    object serves all parameters, batches and machines. \(Q_i\) should satisfy
     \(0 \preceq Q_i \preceq \eta_i I\), equation (2.11).
 
     Attributes:
-        clips: whether `solve` looks at `residual`, so that the optimizer's `clip` acts on it.
-        joint: whether all parameters of a group are to be solved at once (`solve_all`).
-        homogeneous: whether multiplying sigma and rho by a number divides d by it and changes no
-            state, as in the formula above. What is needed is \(\sigma_i d_i\), and `solve` is then
-            asked for it directly, with \(\sigma_i = 1\) and \(\rho_i / \sigma_i\) for \(\rho_i\),
-            which stays in the range of the dtype however large the penalty has grown.
-        proximal: what holds the weights back at the consensus; None for (2.9) as it is.
+        clips: True if `solve` uses `residual`, so that the optimizer's `clip` has an effect.
+        joint: True if all parameters of a group must be solved together (`solve_all`).
+        homogeneous: True if multiplying sigma and rho by a number divides d by it and changes no
+            state, as in the formula above. The optimizer needs \(\sigma_i d_i\) only, so it then
+            calls `solve` with \(\sigma_i = 1\) and \(\rho_i / \sigma_i\) for \(\rho_i\): no number
+            leaves the range of the dtype, however large the penalty has grown.
+        proximal: a proximal term for the consensus; None for equation (2.9) as it is.
     """
 
     clips: ClassVar[bool] = True
@@ -72,10 +72,10 @@ class Preconditioner(ABC):
     proximal: "ClassVar[Spectral | None]" = None
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of one batch before the first round, by name; none by default.
+        """Return the initial state of one batch, by name; by default there is none.
 
-        Names are yours to choose, except `dual`, `delta`, `step`, `pending`, `arrived`
-        and `moved`.
+        Any name will do but `arrived`, `delta`, `dual`, `level`, `moved`, `pending`, `sigma` and
+        `step`.
         """
         return {}
 
@@ -86,14 +86,14 @@ class Preconditioner(ABC):
     def solve_all(
         self, problems: Sequence[LocalProblem], states: Sequence[State]
     ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Return `solve` for several parameters; joint preconditioners override it."""
+        """Return the solutions of several parameters; joint preconditioners override it."""
         return [self.solve(problem, state) for problem, state in zip(problems, states, strict=True)]
 
     def check(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (optional)
-        """Raise if `params` cannot be solved for; called before the optimizer changes anything."""
+        """Raise if `params` are not supported; called before the optimizer changes anything."""
 
     def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor | None:
-        """Return the diagonal of Q as of the last solve, for reports; None if it has none."""
+        """Return the diagonal of Q after the last solve, for reports; None without one."""
         return None
 
 
@@ -112,17 +112,17 @@ def solve_for_deltas(
 
 
 def initial_state(preconditioner: Preconditioner, param: Tensor) -> dict[str, Tensor]:
-    """Return what `preconditioner.init` gives for `param`.
+    """Return the checked result of `preconditioner.init(param)`.
 
     Raises:
-        ValueError: it has a name that is taken, or something that is not a tensor.
+        ValueError: a name is reserved, or a value is not a tensor.
     """
     state = preconditioner.init(param)
     for name, value in state.items():
         if not isinstance(name, str) or not name or "." in name or name in _RESERVED:
             raise ValueError(
                 f"names of {type(preconditioner).__name__}.init must be strings without '.', and "
-                f"none of {', '.join(_RESERVED)}, which are taken, got {name!r}"
+                f"none of {', '.join(_RESERVED)}, which are reserved, got {name!r}"
             )
         if not isinstance(value, Tensor):
             raise ValueError(

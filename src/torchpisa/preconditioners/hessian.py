@@ -1,4 +1,4 @@
-r"""Second-order information, equation (4.1): the batch's Hessian, or its Gauss-Newton part."""
+r"""Q = the Hessian of the batch, or its Gauss-Newton part; equation (4.1)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ class Hessian(Preconditioner):
     \([0, \eta_i]\) and equation (2.13) is evaluated. Networks are solved matrix-free, by conjugate
     gradients on products with the curvature.
 
-    The curvature needs the loss, not only its gradient. Show it to the preconditioner before each
-    step, with its graph still there:
+    The curvature needs the loss with its graph, not only the gradient. Pass it to `observe` before
+    each step:
 
         hessian = Hessian()
         opt = PISA(model.parameters(), hessian, sigma=1.0, rho=1.0)
@@ -39,8 +39,8 @@ class Hessian(Preconditioner):
         solver: `"dense"`, `"cg"`, or `"auto"`: dense up to `dense_limit` parameters.
         eta: \(\eta_i\), upper bound of the projection; dense only.
         tol: relative residual at which conjugate gradients stop.
-        max_iter: their iteration cap. They also stop at a direction of negative curvature, with
-            what they have.
+        max_iter: largest number of iterations of conjugate gradients, which also stop at a
+            direction of negative curvature.
         probes: random vectors that estimate the diagonal by which conjugate gradients are
             preconditioned (Hutchinson); 0 for none. They change the path, not the solution.
         dense_limit: see `solver`.
@@ -99,7 +99,7 @@ class Hessian(Preconditioner):
             raise ValueError("params must be real for Hessian, got a complex parameter")
 
     def __getstate__(self) -> dict[str, object]:
-        # A graph can neither be copied nor pickled, and belongs to a batch that is gone by then.
+        # A graph cannot be copied or pickled, and is of no use to later batches.
         return {**self.__dict__, "_loss": None, "_outputs": None, "_solved": set()}
 
     def solve(self, problem: LocalProblem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
@@ -200,8 +200,8 @@ def conjugate_gradients(
         max_iter: iteration cap.
 
     Returns:
-        x; where a direction p with p^T A p <= 0 is met, the x reached before it (b / diagonal if
-        it is the first).
+        x, or the last x before a direction p with p^T A p <= 0; if the first direction is one,
+        b / diagonal.
     """
     x = torch.zeros_like(b)
     residual = b.clone()

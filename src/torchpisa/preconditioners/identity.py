@@ -1,4 +1,4 @@
-"""Q = I."""
+"""Q = I, the preconditioner that does nothing."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,8 +16,8 @@ __all__ = ["Identity"]
 class Identity(Preconditioner):
     r"""\(Q_i = I\): \(d_i = -r_i / (\sigma_i + \rho_i)\), the simplest choice of Section 4.
 
-    With equal sigma and rho the duals of all batches then add up to one dual on the averaged
-    gradient: momentum, without any protection against uneven data.
+    With equal sigma and rho the duals of all batches then add up to a single dual of the averaged
+    gradient: plain momentum, which does not help with heterogeneous data.
     """
 
     homogeneous: ClassVar[bool] = True

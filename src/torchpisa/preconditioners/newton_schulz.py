@@ -1,4 +1,4 @@
-"""Orthogonalised momentum, the preconditioner of NSISA."""
+"""Q from orthogonalised momentum, the preconditioner of NSISA."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class NewtonSchulz(Preconditioner):
         perturbation: \(\epsilon_i\) in [0, 1).
         aspect_scaling: multiply \(o_i\) by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), as the
             published GPT-2 script does.
-        dtype: what Newton-Schulz is computed in; the state's dtype by default.
+        dtype: dtype of the Newton-Schulz iterations; by default that of the state.
     """
 
     clips: ClassVar[bool] = False
@@ -81,7 +81,7 @@ class NewtonSchulz(Preconditioner):
         return (o * self.scale(*o.shape)).reshape(b.shape)
 
     def scale(self, rows: int, cols: int) -> float:
-        """Return what the orthogonalised momentum of a matrix is multiplied by."""
+        """Return the factor on the orthogonalised momentum of a matrix."""
         return max(1.0, rows / cols) ** 0.5 if self.aspect_scaling else 1.0
 
     def diagonal(self, dual: Tensor, state: State, step: Scalar) -> Tensor:

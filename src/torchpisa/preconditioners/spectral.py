@@ -30,29 +30,29 @@ class Spectral(Preconditioner):
     by gradient descent, large ones as by Muon. \(Q_i\) is positive semidefinite, and with a finite
     `eta` it meets the paper's condition (2.11).
 
-    The dual is all that is kept, 4 bytes per parameter in float32, unless `average` is more
+    The state is the dual alone, 4 bytes per parameter in float32, unless `average` is more
     than 0: then \(Q_i = \min(A_i^{1/2}, \eta_i)\) with an exponential average \(A_i\) of
-    \(r_i r_i^\top\), or of \(r_i^\top r_i\) if that is smaller. This is the one state that is not
-    shaped like its parameter, so it does not go with sharded parameters.
+    \(r_i r_i^\top\), or of \(r_i^\top r_i\) if that is smaller. Unlike other state it is not shaped
+    like its parameter, so parameters must not be sharded.
 
     Args:
         eta: \(\eta_i\), cap of the eigenvalues of Q.
-        average: how much of the average is kept from round to round, in [0, 1); 0 for none of it.
+        average: decay of the exponential average per round, in [0, 1); 0 for no average.
         aspect_scaling: divide Q by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), so that large
             singular values become that much more than \(1/\rho_i\), as in `NewtonSchulz`.
         match_rms: divide Q by \(0.2 \sqrt{\max(\mathrm{rows}, \mathrm{cols})}\) instead, and by
             \(\sqrt n\) for a vector of n entries: where singular values are large, the entries of a
             step have the root mean square \(0.2/\rho_i\), those of vectors \(1/\rho_i\), whatever
             the shape, as in `torchpisa.MISA` with \(1/\rho_i\) for its learning rate.
-        method: how the form without average is computed: `"svd"`, as defined; `"gram"`, an
+        method: computation of the form without average: `"svd"`, as defined; `"gram"`, an
             eigendecomposition in float64; `"polar"`, products and one Cholesky decomposition in
-            float32, for which nothing waits for the device; `"auto"` is `"svd"` for float64, else
+            float32, without waiting for the device; `"auto"` is `"svd"` for float64, else
             `"gram"` on CPUs and `"polar"` elsewhere. Averages take an eigendecomposition in float64
             anywhere. `"smooth"` is for another Q, that of
             \((r_i r_i^\top + \tau^2 I)^{1/2} - \tau I\) with \(\tau = \sigma_i/\rho_i\), by a few
-            Newton-Schulz steps as Muon takes them: cheap, and as rough. It knows no `eta`.
+            Newton-Schulz steps: as cheap and as rough as in Muon, and without `eta`.
         ns_steps: Newton-Schulz iterations of `"smooth"`.
-        dtype: what they are computed in; the state's dtype by default.
+        dtype: dtype of those iterations; by default that of the state.
     """
 
     homogeneous: ClassVar[bool] = True
@@ -123,10 +123,10 @@ class Spectral(Preconditioner):
 
         Args:
             r: matrices in the last two dimensions; leading dimensions are a batch.
-            state: of all of them together.
+            state: the state of all of them, stacked.
             sigma: \(\sigma_i\).
             rho: \(\rho_i\), by `scale`.
-            step: how often the state was updated, this time included.
+            step: the number of updates of the state, the current one included.
         """
         if self.average:
             average = spectral.update_average(state["average"], r, self.average)

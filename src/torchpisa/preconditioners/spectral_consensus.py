@@ -27,7 +27,7 @@ class SpectralConsensus(Preconditioner):
 
     Args:
         momentum: \(\mu\).
-        spectral: how \(P\) is made and computed; without average.
+        spectral: definition and computation of \(P\), without average.
     """
 
     homogeneous: ClassVar[bool] = True

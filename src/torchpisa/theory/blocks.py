@@ -1,4 +1,4 @@
-"""A preconditioner of matrices for problems whose weights are one vector."""
+"""Use preconditioners of matrices in problems whose weights are one vector."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-r"""`certify`: a run of PISA, each iterate of which is compared with the statements of Section 3."""
+r"""`certify`: run PISA, and compare every iterate with the statements of Section 3."""
 
 import functools
 import math
@@ -26,13 +26,13 @@ _check_gamma = functools.partial(check_range, low=0, high=1, low_open=True, high
 
 @dataclass(frozen=True)
 class Check:
-    r"""A statement at the iterate of a run where it came closest to failing.
+    r"""A checked statement, at the iterate where it came closest to failing.
 
     Attributes:
-        name: what is stated.
-        reference: where the paper states it.
+        name: the name of the statement.
+        reference: its place in the paper.
         holds: whether it holds at every iterate.
-        margin: (bound - value) / |bound|, the part of the bound that is left (-1 where the bound
+        margin: (bound - value) / |bound|, the part of the bound that is left (-1 if the bound
             is 0 and the value is not); negative if the statement fails, -inf if a side is not a
             number.
         iteration: \(\ell\) of the smallest margin.
@@ -61,11 +61,11 @@ class Certificate:
     r"""The result of `certify`.
 
     Attributes:
-        title: what was run.
+        title: a description of the run.
         constants: \(\delta\), \(\varepsilon_i\), \(r_i\), the terms of (3.4) and those of the rate.
         sigma0: \(\sigma^0 = \min_i \sigma_i^0\) of the run.
         unmet: conditions of the theory that the run does not meet, in words.
-        checks: one per statement.
+        checks: the checks, one per statement.
         covered: \(\|w^T - w^0\| / \|w^* - w^0\|\), if the solution is known.
         gradient_left: \(\|\nabla F_\lambda(w^T)\| / \|\nabla F_\lambda(w^0)\|\).
         iterates: the run itself.
@@ -130,14 +130,14 @@ def certify(
     start: Tensor | None = None,
     seed: int = 0,
 ) -> Certificate:
-    r"""Run `torchpisa.PISA` in float64 and check what Section 3 states of every iterate.
+    r"""Run `torchpisa.PISA` in float64 and check the statements of Section 3 at every iterate.
 
-    Nothing is raised when a statement fails or a condition is not met; the certificate says so.
+    If a statement fails or a condition is not met the certificate says so; nothing is raised.
 
     Args:
         problem: the problem; `LeastSquares`, `LogisticRegression`, `Network`, or your own.
         preconditioner: \(Q_i\); by default `Identity()`.
-        gamma: \(\gamma_i\) in (0, 1), one number or one per batch. The theory wants
+        gamma: \(\gamma_i\) in (0, 1), one number or one per batch. The theory needs
             \(\gamma_i \ge 3/4\).
         rho: \(\rho_i\), one number or one per batch.
         eta: \(\eta\) with \(0 \preceq Q_i \preceq \eta I\), which the run checks. By default what
@@ -149,7 +149,7 @@ def certify(
         batch_size: \(|B_i|\), or None for full gradients.
         constants: `"corrected"` or `"printed"`, see `constants_of`.
         start: \(w^0\); by default the problem's.
-        seed: decides the mini-batches.
+        seed: seed of the mini-batches.
 
     Examples:
         >>> import torch

@@ -22,7 +22,7 @@ class Constants:
 
     Attributes:
         kind: `"corrected"` or `"printed"`; they differ in \(\varepsilon_i\) only.
-        proven: whether all of them are bounds, and not estimates.
+        proven: True if all of them are proven bounds, False if some are estimates.
         sigma: \(\sigma\) of equation (3.2).
         gamma: \(\gamma = \max_i \gamma_i\).
         floor: a lower bound of \(F^*\).

@@ -1,8 +1,8 @@
 r"""The augmented Lagrangian \(\mathcal{L}\) and the merit function \(\widetilde{\mathcal{L}}\).
 
-Both are evaluated from \(d_i = w_i - w\). Their changes from one iterate to the next have functions
-of their own: the changes shrink with \(\gamma^\ell\), and subtracting the values would soon leave
-nothing but rounding.
+Both are evaluated from \(d_i = w_i - w\). Their changes from one iterate to the next shrink with
+\(\gamma^\ell\), so that differences of values would soon be nothing but rounding. So the changes
+have functions of their own.
 """
 
 from collections.abc import Sequence

@@ -18,21 +18,21 @@ __all__ = ["Network"]
 class Network(Problem):
     r"""A small network with its weights as one vector, in float64.
 
-    Nobody knows the suprema over a ball of a network's gradients and curvatures. Here they are the
-    largest values met at random points and on the way up from there, times a factor: estimates,
-    from which a run may look certified but nothing is proven. \(\Omega\) of (3.2) is bounded for
-    sure, because the loss is not negative and \(\mu > 0\).
+    The suprema of a network's gradients and curvatures over a ball are unknown. They are estimated
+    by the largest values at random points and uphill from there, times a factor. So a run may look
+    certified, but nothing is proven. Only \(\Omega\) of (3.2) is surely bounded, because the loss
+    is not negative and \(\mu > 0\).
 
     Args:
         module: the network; smooth, or Assumption 3.1 fails. It is copied.
-        loss_fn: (outputs, targets) -> mean loss, never negative.
-        batches: per batch its inputs and targets.
+        loss_fn: a function of outputs and targets that returns the mean loss, never negative.
+        batches: inputs and targets of each batch.
         weight_decay: \(\mu - \lambda\).
         consensus_decay: \(\lambda\); with `weight_decay` it must be more than 0.
         probes: random points per estimate.
-        climbs: steps upwards from each of them.
+        climbs: steps uphill from each of them.
         safety: factor on the estimates.
-        seed: decides the points.
+        seed: seed of the points.
     """
 
     proven: ClassVar[bool] = False

@@ -42,7 +42,7 @@ class Growth(NamedTuple):
 class Problem(ABC):
     r"""A problem for `certify`.
 
-    A subclass has the losses (`loss`), the three bounds on the ball
+    A subclass defines the losses (`loss`), the three bounds on the ball
     \(\mathbb{N}(R) = \{w : \|w\| \le R\}\), and `growth`.
 
     Args:
@@ -52,7 +52,7 @@ class Problem(ABC):
         consensus_decay: \(\lambda\).
 
     Attributes:
-        proven: whether the bounds are bounds, and not estimates.
+        proven: True if the bounds are proven, False if they are estimates.
     """
 
     proven: ClassVar[bool] = True
@@ -118,10 +118,10 @@ class Problem(ABC):
         return torch.autograd.grad(self.objective(w), w)[0]
 
     def change(self, i: int, w: Tensor, step: Tensor) -> float:
-        r"""Return \(F_i(w + s) - F_i(w)\) with all its digits, even for a tiny step.
+        r"""Return \(F_i(w + s) - F_i(w)\) accurately, even for a tiny step.
 
-        A difference that is large enough is taken as it is; a smaller one is the integral of the
-        gradient along the step.
+        A large difference is computed directly, a small one as the integral of the gradient along
+        the step.
         """
         before = self.local_objective(i, w)
         direct = self.local_objective(i, w + step) - before

@@ -67,8 +67,8 @@ class Statement(NamedTuple):
     """A statement of the paper.
 
     Attributes:
-        name: what it is called in a certificate.
-        reference: where the paper has it.
+        name: its name in a certificate.
+        reference: its place in the paper.
         inequalities: yields its inequalities in a run.
     """
 

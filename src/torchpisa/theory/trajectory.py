@@ -1,4 +1,4 @@
-r"""A run of the optimizer that records everything the lemmas speak of."""
+r"""Run the optimizer, and record all quantities in the lemmas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _LARGEST = 1e150
 class Iterate:
     r"""The variables of PISA at \(\ell\).
 
-    Local weights are kept as \(d_i = w_i - w\) and the last movement of \(w\) as it was computed:
+    Local weights are kept as \(d_i = w_i - w\), and the last movement of \(w\) as computed, because
     differences of stored weights would lose all digits as \(\sigma_i\) grows. At \(\ell = 0\) all
     but `w` and `sigma` are zero.
 
@@ -35,8 +35,8 @@ class Iterate:
         grad: \(g_i^\ell\).
         pull: \(\rho_i Q_i^\ell d_i\).
         sigma: \(\sigma_i^\ell\).
-        probe: a direction in which \(Q_i^\ell\) was looked at.
-        probe_pull: \(\rho_i Q_i^\ell\) times it.
+        probe: a direction in which \(Q_i^\ell\) was evaluated.
+        probe_pull: \(\rho_i Q_i^\ell\) times `probe`.
     """
 
     iteration: int
@@ -131,7 +131,7 @@ def record_run(
         iterations: \(T\); a run ends earlier if it diverges, or if sigma grows beyond 1e150.
         batch_size: \(|B_i|\), drawn without replacement; None for full gradients.
         start: \(w^0\).
-        seed: decides the draws.
+        seed: seed of the draws.
     """
     w = torch.nn.Parameter(start.detach().to(torch.float64).clone())
     scale = max(r * e for r, e in zip(rho, eta, strict=True)) or 1.0

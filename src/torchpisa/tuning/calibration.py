@@ -1,4 +1,4 @@
-"""sigma and rho from the first gradients, so that they mean the same on any scale of the loss."""
+"""Calibrate sigma and rho from the first gradients, independently of the scale of the loss."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -16,8 +16,8 @@ from torchpisa.tuning.restoring import check_data, restored_afterwards
 
 __all__ = ["calibrate"]
 
-# Least noise, relative to the gradient: the noise of almost equal batches would be too small.
-_LEAST_NOISE = 0.1
+# Lower bound of the noise, relative to the gradient, for batches that are almost equal.
+_MIN_NOISE = 0.1
 
 
 def calibrate(
@@ -38,12 +38,11 @@ def calibrate(
     \sigma = \frac{q}{\mathrm{lr}}, \qquad \rho = \frac{b}{(1 - b)\,\mathrm{lr}}.
     \]
 
-    A coordinate with \(\sqrt{m_i} = q\) has momentum \(\rho q/(\sigma + \rho q) = b\) then, and an
-    entry of size q that stays the same moves its weight by \(q/\sigma = \mathrm{lr}\) in every
-    step, as it would with Adam. Multiplying the loss by a number multiplies sigma by it, and
-    changes nothing else.
+    A coordinate with \(\sqrt{m_i} = q\) then has momentum \(\rho q/(\sigma + \rho q) = b\), and a
+    constant gradient entry of size q moves its weight by \(q/\sigma = \mathrm{lr}\) in every step,
+    as with Adam. Multiplying the loss by a number multiplies sigma by it, and changes nothing else.
 
-    Model, gradients, random numbers and order of the data are left as they were.
+    Model, gradients, random numbers and order of the data stay as they were.
 
     Args:
         model: the model, as training will start from it.
@@ -98,7 +97,7 @@ def calibrate(
     mean_square = math.fsum(float(square.real.sum()) for square in squares) / count
     square_of_mean = math.fsum(float(total.abs().square().sum()) for total in sums) / count**2
     noise = (mean_square - square_of_mean) * count / (count - 1)
-    q = math.sqrt(max(noise, _LEAST_NOISE**2 * mean_square) / max(1, elements))
+    q = math.sqrt(max(noise, _MIN_NOISE**2 * mean_square) / max(1, elements))
     if not 0 < q < math.inf:
         raise ValueError(f"gradients must be finite and not all zero, got a typical size of {q}")
     prefix = "sisa_" if optimizer is NSISA else ""

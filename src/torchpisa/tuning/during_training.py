@@ -1,4 +1,4 @@
-"""Changes of sigma during training: balanced residuals, and restarts with a larger sigma."""
+"""Change sigma during training: balance residuals, or restart with a larger sigma."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ __all__ = ["ResidualBalancing", "Restart"]
 
 
 def _check_sigma_is_given(optimizer: PISA) -> None:
-    if any(part.follows for part in optimizer.parts()):
+    if any(part.sigma_follows for part in optimizer.parts()):
         raise ValueError(
             "optimizer must have been given sigma and rho, but its sigma follows the gradients"
         )
@@ -35,9 +35,9 @@ class Restart:
     Args:
         model: the model, before training.
         optimizer: its optimizer, before training.
-        iterations: how long to watch.
-        factor: what sigma is multiplied by at a restart.
-        restarts: at most so many.
+        iterations: the number of iterations to watch.
+        factor: the factor on sigma at a restart.
+        restarts: the largest number of restarts.
 
     Examples:
         >>> import torch, torchpisa
@@ -84,10 +84,10 @@ class Restart:
         self._losses: list[float] = []
 
     def update(self, loss: float) -> bool:
-        """Record the loss of a step; return True if training was set back to the start.
+        """Record the loss of a step; return True if training was restarted.
 
-        Weights and state are the initial ones then, with a larger sigma. Going back to the start of
-        the data, too, is up to the caller.
+        Weights and state are then the initial ones, with a larger sigma. Restarting the data is up
+        to the caller.
         """
         if len(self._losses) >= self._iterations or self.restarts >= self._max_restarts:
             return False
@@ -125,16 +125,16 @@ class Restart:
 class ResidualBalancing:
     """A rule that keeps primal and dual residual comparable by changing sigma in training.
 
-    If the batches' copies are far apart (large primal residual, relative to the weights) sigma
-    grows; if the weights still move a lot (large dual residual, relative to the duals) it shrinks.
-    That is the classical rule for ADMM, no part of the paper. With mini-batches the residuals never
-    vanish; `ratio` must leave room for their noise.
+    If the copies of the batches are far apart (large primal residual, relative to the weights)
+    sigma grows. If the weights still move a lot (large dual residual, relative to the duals) it
+    shrinks. This is the classical rule for ADMM, not part of the paper. With mini-batches the
+    residuals never vanish, so `ratio` must leave room for their noise.
 
     Args:
-        optimizer: whose sigma is changed, in all parameter groups.
-        every: iterations between two looks.
-        ratio: by how much one residual must exceed the other.
-        factor: what sigma is multiplied or divided by.
+        optimizer: the optimizer whose sigma is changed, in all parameter groups.
+        every: iterations between two changes.
+        ratio: the ratio of the residuals beyond which sigma changes.
+        factor: the factor by which sigma is multiplied or divided.
     """
 
     def __init__(

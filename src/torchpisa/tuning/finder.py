@@ -1,4 +1,4 @@
-"""The paper's way to choose sigma, automated: short runs with a growing sigma."""
+"""Find sigma as the paper does, by short runs with a growing sigma."""
 
 import itertools
 import math
@@ -40,9 +40,9 @@ class Trial:
     """A short run with one sigma.
 
     Attributes:
-        sigma: with which it was made.
-        steps: when the loss was looked at.
-        losses: what it was then, always on the same batches.
+        sigma: its sigma.
+        steps: the steps at which the loss was measured.
+        losses: the losses then, always on the same batches.
         verdict: `"steady"`, `"oscillates"` or `"diverges"`.
     """
 
@@ -57,8 +57,8 @@ class Finding:
     """The result of `find_sigma`.
 
     Attributes:
-        sigma: of the steady run that ended lowest.
-        rho: with which all runs were made.
+        sigma: the sigma of the steady run that ended lowest.
+        rho: the rho of all runs.
         trials: all runs, from the smallest sigma upward.
     """
 
@@ -87,19 +87,19 @@ def find_sigma(
 ) -> Finding:
     """Run with a growing sigma until the loss decreases steadily (Appendix A.2).
 
-    A run that oscillates or diverges ends early. The search ends when larger sigmas have only
-    become slower. Model, gradients, random numbers and order of the data are left as they were.
+    A run that oscillates or diverges ends early. The search ends when larger sigmas only make
+    training slower. Model, gradients, random numbers and order of the data stay as they were.
 
     Args:
         model: the model, as training will start from it.
         loss: loss of the model on a batch.
-        data: batches to train on, such as a DataLoader; gone through again for every run.
+        data: batches to train on, such as a DataLoader; iterated again for every run.
         optimizer: makes the optimizer, given parameters, `sigma` and `settings`.
-        smallest: sigma of the first run; by default a 32nd of what `calibrate` gives, or of the
+        smallest: sigma of the first run; by default a 32nd of the sigma of `calibrate`, or of the
             published 80 for `NSISA`.
-        factor: from one run's sigma to the next, above 1.
-        trials: at most so many runs.
-        steps: length of a run in calls of `optimizer.step()`.
+        factor: the factor from one run's sigma to the next, above 1.
+        trials: the largest number of runs.
+        steps: the length of a run in calls of `optimizer.step()`.
         **settings: passed on to `optimizer`. Without `rho`, that of `calibrate` is used.
 
     Raises:

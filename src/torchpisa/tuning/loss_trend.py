@@ -1,4 +1,4 @@
-"""A classification of losses: steady, oscillating or diverging."""
+"""Classify losses as steady, oscillating or diverging."""
 
 import math
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def loss_trend(losses: Sequence[float], noise: float = 0.0) -> LossTrend:
     The first half may rise: with momentum a run overshoots before it settles.
 
     Args:
-        losses: of the same data, or averages over different data.
-        noise: standard deviation of such an average; what it explains is not counted as a rise.
+        losses: losses on the same data, or averages over different data.
+        noise: standard deviation of such an average; smaller rises do not count.
     """
     if not all(map(math.isfinite, losses)):
         return "diverges"

@@ -1,4 +1,4 @@
-"""Trials on a model that leave everything as it was."""
+"""Restore a model, its gradients, random numbers and data after trial runs."""
 
 import contextlib
 import random
@@ -33,7 +33,8 @@ class ModelSnapshot:
 def restored_afterwards(model: nn.Module, data: Iterable[Any]) -> Iterator[ModelSnapshot]:
     """Restore model, gradients, random numbers and order of data at the end.
 
-    Yields the snapshot, so that it can be gone back to in between.
+    Yields:
+        The snapshot of the model, to restore it in between.
     """
     snapshot = ModelSnapshot(model)
     gradients = [param.grad for param in model.parameters()]

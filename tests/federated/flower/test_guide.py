@@ -110,6 +110,11 @@ class Reader:
         assert started, said
         return started[1]
 
+    def status(self, run: str) -> str:
+        """Return what Flower lists of a run."""
+        listed = self.flwr("flwr list federation").splitlines()
+        return next(line for line in listed if run in line)
+
 
 def test_the_page(tmp_path, nursery):
     with Deployment(tmp_path, 0, nursery) as deployment:
@@ -139,7 +144,7 @@ def follow(reader, deployment):
     deployment.kill("superlink")
     reader.start_server()
     reader.start_site(1)
-    reader.run()
+    run = reader.run()
     deployment.reach(3)
     said = reader.python("python -m torchpisa.federated.flower show")
     assert all(site in said for site in SITES), said
@@ -150,7 +155,8 @@ def follow(reader, deployment):
     reader.python("python -m torchpisa.federated.flower export")
     measured = reader.python("python use_it.py")
     assert f"after round 3: {measured.strip()}" in deployment.log("superlink"), measured
-    deployment.wait(lambda: "running" not in reader.flwr("flwr list federation"), "its end")
+    # The run that was killed counts as running for another minute.
+    deployment.wait(lambda: "finished" in reader.status(run), "its end")
     assert "evict" in reader.python("python -m torchpisa.federated.flower evict")
     saved = durable_files.load(deployment.checkpoint)
     assert sorted(saved["clients"]) == ["east", "north"]

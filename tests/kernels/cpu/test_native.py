@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(native._library() is None, reason="needs a C
 def _for_small_models():
     """Threads for few elements too."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(native, "_LEAST_FOR_THREADS", 1)
+    patch.setattr(native, "_MIN_FOR_THREADS", 1)
     yield
     patch.undo()
 

@@ -104,8 +104,8 @@ def test_distance_of_shifted_images_is_the_shift() -> None:
 def test_features_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"features must be .*, got 'vgg'"):
         features.make_metric("vgg", "cpu")
-    with pytest.raises(FileNotFoundError, match=r"Give --inception FILE, .*; got nowhere"):
-        features.make_metric("inception", "cpu", "nowhere")
+    with pytest.raises(ValueError, match=r"weights must be the file of Inception's weights"):
+        features.make_metric("inception", "cpu")
 
 
 def test_efficientnet_sees_a_grille() -> None:
@@ -173,8 +173,49 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"half")
         with pytest.raises(SystemExit, match=r"cifar-10-python\.tar\.gz is damaged"):
             command.main(words)
-    with pytest.raises(SystemExit, match="--inception must be a file of weights, got nothing"):
-        command.main(["gan", "--inception", "nothing", "--runs-only", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"cifar-10-python\.tar\.gz is damaged"):
+        command.main(["gan", "--runs-only", "--data", str(tmp_path)])  # nor is it replaced
+    words = ["gan", "--runs-only", "--data", str(tmp_path / "none"), "--out", str(tmp_path)]
+    with pytest.raises(
+        SystemExit, match=r"--inception must be a file of weights, got .*nothing\. weights-incep"
+    ):
+        command.main([*words, "--inception", "nothing"])
+    (tmp_path / "half.pth").write_bytes(b"half")
+    with pytest.raises(SystemExit, match=r"half\.pth is damaged .*must be 6726825d0af5.*torch-fid"):
+        command.main([*words, "--inception", str(tmp_path / "half.pth")])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("wgan", ["Sequential", "Critic"]), ("wgan_gp", ["Sequential"])]
+)
+def test_networks_are_compiled_but_a_penalised_critic(
+    kind: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__)
+    )
+    GanTraining(tiny(kind, "adam"), CPU, None)
+    assert compiled == []
+    GanTraining(tiny(kind, "adam"), CPU, None, compile=True)
+    assert compiled == expected
+
+
+def test_precision_is_an_option() -> None:
+    words = ["gan", "--preset", "paper", "--precision", "bfloat16", "--list"]
+    parser = command.make_parser("gan", command.RECIPES["gan"])
+    config = command.RECIPES["gan"].configure(PRESETS["paper"], parser.parse_args(words[1:]))
+    assert {run.precision for run in plan(config).values()} == {"bfloat16"}
+    unchanged = command.RECIPES["gan"].configure(PRESETS["paper"], parser.parse_args([]))
+    assert unchanged is PRESETS["paper"]
+
+
+def test_misa_can_have_adams_rate_and_momentum() -> None:
+    for run in plan(PRESETS["short"]).values():
+        if run.choice.label == "misa_adam_rate":
+            assert run.choice.options == {"lr": 2e-4, "momentum": 0.5}
+    labels = [run.choice.label for run in plan(PRESETS["short"]).values() if run.kind == "wgan"]
+    assert labels.count("misa_adam_rate") == 3
 
 
 def test_paper_has_the_table() -> None:

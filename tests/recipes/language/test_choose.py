@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +19,7 @@ CONFIG = PRESETS["trials"]
 def test_every_optimizer_has_the_same_trials() -> None:
     counts = Counter(run.choice.name for run in plan(CONFIG).values())
     assert counts == dict.fromkeys(BASES, len(CHANGES))
-    assert set(CHANGES) == {"base", "decay", "momentum", "warm_down", "rate"}
+    assert set(CHANGES) == {"base", "decay", "momentum", "warm_down", "rate", "other_rate"}
     for change in CHANGES:
         assert set(CHANGES[change]) == set(BASES)
     choices = {
@@ -43,6 +44,20 @@ def test_the_lowest_loss_is_chosen() -> None:
     assert all(len(entry["losses"]) == len(CHANGES) for entry in chosen.values())
 
 
+def test_rates_lie_on_both_sides_or_beyond() -> None:
+    """An optimizer's second change of its rate goes beyond the better one of the other two."""
+    chosen = json.loads(config.CHOSEN.read_text(encoding="utf-8"))
+    for name in BASES:
+        option = "sigma" if name == "nsisa" else "lr"
+        base, rate, other = (
+            {**BASES[name], **CHANGES[change][name]}[option]
+            for change in ("base", "rate", "other_rate")
+        )
+        losses = chosen[name]["losses"]
+        better, worse = (rate, base) if losses["rate"] < losses["base"] else (base, rate)
+        assert (other < better < worse) or (other > better > worse), name
+
+
 def test_a_change_that_some_have_not_tried_does_not_count() -> None:
     done = results(CONFIG, losses)
     del done["runs"]["shampoo_decay_m1_seed0"]
@@ -52,6 +67,15 @@ def test_a_change_that_some_have_not_tried_does_not_count() -> None:
     del done["runs"]["soap_base_m1_seed0"]
     with pytest.raises(ValueError, match="trials must have the base of every optimizer"):
         choose(done)
+
+
+def test_trials_of_another_model() -> None:
+    args = Namespace(model="gpt2-medium", tokens=None, steps=None)
+    done = results(config.configure(CONFIG, args), lambda s: 5.0 - ("muon_rate" in s.label))
+    assert choose(done)["muon"]["changes"] == ["rate"]
+    assert "| Muon | 5.000 | 5.000 | 5.000 | 5.000 | **4.000** | 5.000 |" in (RECIPE.report or str)(
+        done
+    )
 
 
 def test_finalists_have_what_was_chosen(
@@ -72,8 +96,12 @@ def test_table_of_trials() -> None:
     done = results(CONFIG, losses)
     assert RECIPE.check(done) == []
     text = RECIPE.report(done) if RECIPE.report else ""
-    assert "| Muon | 5.000 | **4.700** | 5.000 | 5.000 | 4.900 |" in text
-    assert "| AdamW | 5.000 | **4.800** | inf | 5.000 | 5.000 |" in text
+    assert "| Muon | 5.000 | **4.700** | 5.000 | 5.000 | 4.900 | 5.000 |" in text
+    assert "| AdamW | 5.000 | **4.800** | inf | 5.000 | 5.000 | 5.000 |" in text
+    # A change that nobody had has no column.
+    done["runs"] = {name: run for name, run in done["runs"].items() if "other_rate" not in name}
+    text = RECIPE.report(done) if RECIPE.report else ""
+    assert "| base | decay | momentum | warm-down | rate |\n" in text
 
 
 def test_nano_has_all_optimizers_and_seeds_of_the_best() -> None:

@@ -105,6 +105,18 @@ def test_report() -> None:
     assert "abacus, torch 2.0" in text
 
 
+def test_report_of_a_cpu_has_state_only() -> None:
+    done = synthetic()
+    for cell in done["cells"]:
+        cell["pass_bytes"] = cell["step_bytes"] = None
+    text = report(done)
+    assert "| XL | AdamW | 1 | 11,864 | 11,864 | - | - | - | - | 53,128 | +0 |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| XL | SOAP | 1 |"))
+    assert row.startswith("| XL | SOAP | 1 | 51,239 | 51,239 | - |")  # from one and two blocks
+    assert "Statements" not in text
+    assert "fit XL" not in text
+
+
 def test_memory_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError

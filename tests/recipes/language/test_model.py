@@ -58,7 +58,7 @@ def test_sizes_are_those_of_gpt2() -> None:
     ]
     published = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-xl": 1_557_611_200}
     assert {name: count_parameters(f"transformers/{name}") for name in published} == published
-    with pytest.raises(ValueError, match=r"model must be one of tiny, gpt2, .* got 'gpt3'"):
+    with pytest.raises(ValueError, match=r"must be one of tiny, gpt2-tiny, gpt2, .* got 'gpt3'"):
         sizes_of("gpt3")
 
 

@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from recipes import __main__ as command
-from recipes.language import RECIPE, tune
+from recipes.language import RECIPE, tokens, tune
+from recipes.language.check import QUICK_SHARE
 from recipes.language.config import PRESETS, Config, Settings, Trial, plan
 from recipes.language.model import SIZES, load_weights
 from recipes.language.optimizers import NAMES, Choice, choose, missing_requirement
 from recipes.language.run import LanguageTraining, compiled_model, micro_batch, run
+from recipes.language.tokens import write_shard
 
 CONFIG = dataclasses.replace(
     PRESETS["quick"], steps=12, sequences=8, micro=4, validation=8, trials=()
@@ -78,13 +81,14 @@ def test_weights_of_a_finished_run_are_left(tmp_path: Path) -> None:
     assert training.evaluate(training.validation) == lines[-1]["val_loss"]
 
 
-def test_quick_preset_learns_python() -> None:
-    config = PRESETS["quick"]
-    run_settings = next(run for run in plan(config).values() if run.choice.name == "misa")
-    lines = logged(dataclasses.replace(run_settings, steps=60), config)
+@pytest.mark.parametrize("run_settings", plan(PRESETS["quick"]).values(), ids=lambda run: run.name)
+def test_quick_preset_learns_python(run_settings: Settings) -> None:
+    """A third of the preset, to the losses that the whole of it has to reach and below."""
+    lines = logged(dataclasses.replace(run_settings, steps=60), PRESETS["quick"])
     # Bytes of Python's own source: a guess has 5.5 nats, frequencies of bytes 3.2.
+    most = {"misa": 2.7, "sisa": QUICK_SHARE * math.log(256)}
     assert lines[0]["val_loss"] > 5.3
-    assert lines[-1]["test_loss"] < 2.7
+    assert lines[-1]["test_loss"] < most.get(run_settings.choice.name, 2.9)
 
 
 def test_a_run_is_a_function_of_its_settings() -> None:
@@ -232,6 +236,61 @@ def test_missing_tokens_end_the_command(tmp_path: Path) -> None:
     words = ["language", "--preset", "pilot", "--data", str(tmp_path), "--only", "adamw*"]
     with pytest.raises(SystemExit, match="gutenberg/train_gpt2_"):
         command.main([*words, "--device", "cpu", "--out", str(tmp_path)])
+
+
+def test_tokens_that_do_not_suit_end_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    write_shard(tmp_path / "val_0.bin", np.zeros(5000, np.uint16))
+    words = ["language", "--tokens", "prepared", "--data", str(tmp_path), "--device", "cpu"]
+    words += ["--out", str(tmp_path / "out")]
+    write_shard(tmp_path / "train_0.bin", np.zeros(100, np.uint16))
+    with pytest.raises(SystemExit, match="must be at least 1,025 to train on"):
+        command.main(words)
+    damaged = tmp_path / "train_1.bin"
+    write_shard(damaged, np.zeros(5000, np.uint16))
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+    tokens.load.cache_clear()
+    with pytest.raises(SystemExit, match=r"train_1\.bin is damaged: it has 4999 tokens, but"):
+        command.main(words)
+    assert not list((tmp_path / "out").rglob("*.jsonl"))
+
+
+def configured(*words: str) -> dict[str, Settings]:
+    """Return the runs that the command would do with these words."""
+    args = command.make_parser("language", RECIPE).parse_args(words)
+    return plan(RECIPE.configure(RECIPE.presets[args.preset], args))
+
+
+def test_two_layers_on_tokens_of_gpt2(tmp_path: Path) -> None:
+    runs = configured("--tokens", "prepared")
+    assert {run.model for run in runs.values()} == {"gpt2-tiny"}
+    run_settings = runs["gpt2-tiny_misa_rest_own_m1_seed0"]
+    counted = np.tile(np.arange(50_000, 50_257, dtype=np.uint16), 30)
+    for kind in ("train", "val"):
+        write_shard(tmp_path / f"{kind}_0.bin", counted)
+    small = dataclasses.replace(run_settings, steps=3, log_every=3, sequences=4, validation=2)
+    first, last = run(CONFIG, small, device="cpu", data=str(tmp_path))
+    assert first["val_loss"] == pytest.approx(math.log(50_257), abs=0.5)
+    assert last["val_loss"] < first["val_loss"]
+
+
+def test_runs_of_another_model_are_named_after_it() -> None:
+    """So that neither logs nor weights of two sizes get in each other's way."""
+    assert list(configured("--preset", "plain", "--model", "transformers/gpt2")) == [
+        *("misa_m1_seed0", "adamw_m1_seed0", "muon_m1_seed0")
+    ]
+    larger = configured("--preset", "plain", "--model", "transformers/gpt2-medium")
+    assert next(iter(larger)) == "transformers-gpt2-medium_misa_m1_seed0"
+    assert {run.model for run in larger.values()} == {"transformers/gpt2-medium"}
+
+
+def test_one_of_several_sizes() -> None:
+    runs = configured("--preset", "sizes", "--model", "gpt2-xl")
+    assert len(runs) == 4
+    everything = plan(PRESETS["sizes"])
+    assert all(run == everything[name] for name, run in runs.items())
+    with pytest.raises(ValueError, match="--model must be gpt2-medium or gpt2-xl with this preset"):
+        configured("--preset", "sizes", "--model", "gpt2")
 
 
 @pytest.mark.usefixtures("small")

@@ -1,6 +1,8 @@
 """The single file is the package's MISA, on one process and on two, and imports nothing else."""
 
 import ast
+import textwrap
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,54 @@ def test_processes_share_the_matrices() -> None:
     for weights in run(on_a_rank, 2, "whiten"):
         for found, weight in zip(weights, expected, strict=True):
             assert torch.equal(found, weight)
+
+
+def test_has_the_packages_defaults() -> None:
+    ours, its = (signature(cls).parameters for cls in (torchpisa.MISA, misa_single_file.MISA))
+    assert set(its) <= set(ours)
+    for name, parameter in its.items():
+        assert parameter.default == ours[name].default, name
+
+
+class Track(nn.Module):
+    """A model with parameters as the public script's: names, numbers of dimensions and dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4).bfloat16()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2)]
+        )
+        self.proj = nn.Linear(4, 11)
+        self.norm = nn.RMSNorm(4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).float()
+        for block in self.blocks:
+            x = x + block(x)
+        return self.proj(self.norm(x))
+
+
+def test_the_lines_of_its_docstring_train_a_model() -> None:
+    lines = str(misa_single_file.__doc__).splitlines()
+    code = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
+    model = Track()
+    names: dict[str, Any] = {"model": model, "MISA": misa_single_file.MISA}
+    exec(code, names)
+    (optimizer,) = names["optimizers"]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    assert set(params) == set(model.parameters())
+    tokens = torch.arange(11)
+    before = [p.detach().clone() for p in model.parameters()]
+    losses = []
+    for _ in range(40):
+        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert not any(map(torch.equal, model.parameters(), before))
 
 
 def test_imports_nothing_but_torch() -> None:

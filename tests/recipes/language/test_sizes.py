@@ -1,11 +1,12 @@
 """From runs at several sizes to statements, tables and the picture."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from recipes.language import RECIPE
-from recipes.language.config import PRESETS, Settings
+from recipes.language.config import PRESETS, Settings, configure
 from recipes.recipe import Results
 from tests.recipes.language.synthetic import results
 
@@ -83,6 +84,22 @@ def test_report(nano: Results, sizes: Results) -> None:
     assert "| Medium | NSISA |" in text
     assert "| XL | MISA |" in text
     assert "Planned and not run: a, b." in text
+
+
+def test_times_are_those_of_the_fastest_seed(nano: Results) -> None:
+    nano["runs"]["muon_m1_seed0"] |= {"optimizer_ms": 31.0, "step_ms": 170.0}
+    nano["runs"]["muon_m1_seed1"] |= {"optimizer_ms": 24.0, "step_ms": 159.0}
+    text = RECIPE.report(nano) if RECIPE.report else ""
+    row = next(line for line in text.splitlines() if line.startswith("| Nano | Muon |"))
+    assert "| +0.000 | 24.0 | 159 |" in row
+
+
+def test_labels_of_another_model_are_taken_apart() -> None:
+    """The paper's row stays the paper's row."""
+    args = Namespace(model="transformers/gpt2-medium", tokens=None, steps=None)
+    config = configure(PRESETS["nano"], args)
+    text = RECIPE.report(results(config, loss_of)) if RECIPE.report else ""
+    assert "| transformers/gpt2-medium | NSISA, the paper's row, m = 4 |" in text
 
 
 def test_runs_that_diverged(nano: Results, tmp_path: Path) -> None:

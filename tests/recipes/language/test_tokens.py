@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipes.datasets import CorruptFileError
 from recipes.language import tokens
 from recipes.language.tokens import Batches, Stream, locate, read_shard, windows
 
@@ -50,9 +51,10 @@ def test_shard_in_every_form(tmp_path: Path, suffix: str, begins: bytes) -> None
 )
 def test_odd_files(tmp_path: Path, suffix: str, data: bytes, message: str) -> None:
     path = write(tmp_path / f"a{suffix}", data)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(CorruptFileError, match=message) as caught:
         read_shard(path)
     assert str(path) in str(caught.value)
+    assert "Copy the file again" in str(caught.value)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_shard(text)
     damaged = tmp_path / "a.bin.xz"
     damaged.write_bytes(lzma.compress(NUMBERS.tobytes())[:-20])
-    with pytest.raises(ValueError, match="not an xz file, or cut off"):
+    with pytest.raises(CorruptFileError, match=r"a\.bin\.xz is damaged: it is not an xz file"):
         read_shard(damaged)
 
 
@@ -92,6 +94,21 @@ def test_missing_tokens_say_what_to_do(tmp_path: Path) -> None:
         locate("gutenberg", tmp_path)
     with pytest.raises(ValueError, match="tokens must be one of gutenberg, fineweb, prepared"):
         locate("wikipedia", tmp_path)
+
+
+def test_tokens_must_suit_the_run(tmp_path: Path) -> None:
+    write(tmp_path / "train_0.bin", NUMBERS.tobytes())
+    write(tmp_path / "val_0.bin", NUMBERS[:31].tobytes())
+    run = {"sequences": 3, "validation": 2, "context": 15, "vocabulary": 50_100}
+    tokens.verify("prepared", str(tmp_path), **run)
+    for change, message in (
+        ({"sequences": 7}, r"at least 106 to train on, 7 sequences of 15; got 100\. Prepare more"),
+        ({"validation": 3}, r"at least 46 to validate on, 3 sequences of 15; got 31\. Prepare"),
+        ({"vocabulary": 50_045}, r"below 50045, the model's vocabulary, got 50045\. Choose"),
+    ):
+        with pytest.raises(CorruptFileError, match=message) as caught:
+            tokens.verify("prepared", str(tmp_path), **{**run, **change})
+        assert f"the tokens 'prepared' in {tmp_path}" in str(caught.value)
 
 
 def test_text_of_the_library_needs_no_file() -> None:

@@ -5,12 +5,7 @@ import gzip
 import itertools
 import json
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +78,8 @@ def test_missing_text_is_named(tmp_path: Path) -> None:
 def test_damaged_text_is_refused(treebank: Path) -> None:
     with pytest.raises(SystemExit, match=r"ptb\.train\.txt is damaged or another text: its SHA"):
         command.main(["rnn", "--preset", "short", "--data", str(treebank), "--runs-only"])
+    with pytest.raises(SystemExit, match=r"ptb\.train\.txt is damaged or another text: its SHA"):
+        command.main(["rnn", "--data", str(treebank), "--runs-only"])  # nor is it replaced
     (treebank / "ptb" / "ptb.train.txt").unlink()
     (treebank / "ptb" / "ptb.train.txt.gz").write_bytes(b"no gzip")
     with pytest.raises(CorruptFileError, match=r"ptb\.train\.txt\.gz is damaged: Not a gzip"):
@@ -175,37 +172,6 @@ def test_a_stopped_run_ends_like_one_that_was_not(name: str, tmp_path: Path) -> 
         assert torch.equal(a, b)
 
 
-def test_a_killed_command_ends_like_one_that_was_not(tmp_path: Path) -> None:
-    """A process is killed as soon as there is a checkpoint, and the command given once more."""
-    name = "lstm1_adam_e2_seed0"
-    words = ["rnn", "--only", name, "--data", str(tmp_path), "--device", "cpu", "--runs-only"]
-    words += ["--checkpoints", str(tmp_path / "saved"), "--out"]
-    file = tmp_path / "saved" / f"{name}.pt"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "recipes", *words, str(tmp_path / "killed")],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    limit = time.monotonic() + 120
-    while not file.is_file():
-        assert process.poll() is None, "it was done before it could be killed"
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    log = tmp_path / "killed" / "rnn" / f"{name}.jsonl"
-    assert '"seconds"' not in log.read_text(encoding="utf-8")
-    runs_saved = []
-    for folder in ("killed", "whole"):
-        command.main([*words, str(tmp_path / folder)])
-        text = (tmp_path / folder / "rnn.json").read_text(encoding="utf-8")
-        runs_saved.append(json.loads(text)["runs"][name])
-        assert not file.exists()
-    for run_ in runs_saved:
-        del run_["seconds"], run_["epoch_seconds"]
-    assert runs_saved[0] == runs_saved[1]
-
-
 def test_sisa_takes_a_window_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     training = RnnTraining(tiny("sisa"), CPU, None)
     seen: list[slice] = []
@@ -215,6 +181,18 @@ def test_sisa_takes_a_window_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 4 * training.optimizer.iteration
     assert seen[0].start == 0
     assert seen[3].stop == seen[4].start
+
+
+@pytest.mark.parametrize("name", ["sisa", "misa", "sgd"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_recurrent_matrices_can_stay_as_drawn(name: str, trained: bool) -> None:
+    settings = dataclasses.replace(tiny(name, layers=2), train_recurrent=trained)
+    training = RnnTraining(settings, CPU, None)
+    before = {key: value.clone() for key, value in training.model.named_parameters()}
+    training.advance()
+    for key, value in training.model.named_parameters():
+        stays = key.endswith("weight_hh_l0") and not trained
+        assert torch.equal(value, before[key]) == stays, key
 
 
 def test_the_log_is_of_numbers() -> None:
@@ -238,6 +216,11 @@ def test_paper_has_the_table() -> None:
         found = {run.choice.label for run in runs.values() if run.layers == layers}
         assert set(TABLE[layers]) <= found
     assert runs["lstm3_sisa_e200_seed0"].schedule.steps == MILESTONES[3]
+    assert not any(run.train_recurrent for run in runs.values())
+    assert plan(PRESETS["short_frozen"]) == {
+        name: dataclasses.replace(run, train_recurrent=False)
+        for name, run in plan(PRESETS["short"]).items()
+    }
     short = [run for run in plan(PRESETS["short"]).values() if run.layers == 1]
     assert {run.choice.label for run in short} == {"sisa", "misa", "adam", "adabelief", "sgd"}
     assert len({(run.epochs, run.schedule) for run in short}) == 1

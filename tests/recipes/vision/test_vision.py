@@ -14,7 +14,7 @@ from recipes import datasets
 from recipes.optimizers import missing_requirement
 from recipes.training import run_training
 from recipes.vision import RECIPE, imagenet
-from recipes.vision.config import PRESETS, Config, Settings, Task, plan
+from recipes.vision.config import PRESETS, Config, Settings, Task, choices, plan
 from recipes.vision.data import PADDING, augment, load
 from recipes.vision.models import MODELS, build
 from recipes.vision.paper import TABLE
@@ -115,12 +115,13 @@ def test_epochs_are_shuffled_and_repeatable() -> None:
 
 def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["vision", "--out", str(tmp_path), "--data", str(tmp_path), "--device", "cpu"]
-    command.main([*words, "--only", "vgg11*", "--only", "resnet34_sisa*"])  # MISA is below
+    command.main(words)
     assert "FAILS" not in capsys.readouterr().out
     results = json.loads((tmp_path / "vision.json").read_text(encoding="utf-8"))
     runs = results["runs"]
     assert runs["vgg11_adam_e8_seed0"]["last"] > 25  # of ten classes
-    assert runs["resnet34_sisa_e2_seed0"]["accuracy"][-1] > 0.5
+    for name in ("resnet34_sisa_e2_seed0", "resnet34_misa_e2_seed0"):
+        assert runs[name]["accuracy"][-1] > 0.5
     assert all(run["digits"] for run in runs.values())
     assert (tmp_path / "vision.svg").stat().st_size > 1000
     assert "| SISA | m 4, sigma 0.1, rho 5000" in (tmp_path / "vision.md").read_text("utf-8")
@@ -213,9 +214,49 @@ def test_reports_of_full_data_stand_beside_the_paper() -> None:
     assert [check.holds for check in RECIPE.check(results)] == [False, True, True]
     assert RECIPE.report is not None
     text = RECIPE.report(results)
-    assert "| SGD-M |" in text
+    assert "| SGD |" in text
+    assert "In the paper only: AdaBound 90.62, RAdam 89.30, MSVAG 90.24" in text
+    assert "**DenseNet-121**\n\nIn the paper only: SISA 95.77, SGD 95.47" in text
     assert "| 91.51 |" in text
     assert "4 of 5 runs" in text
+
+
+def test_steps_are_those_of_the_published_scripts() -> None:
+    """The rules as the scripts write them, epoch by epoch."""
+    scripts = {
+        "vgg11": lambda e: (
+            0.9 ** ((e % 5 == 0 and 21 < e < 61) + (e % 10 == 0 and 0 < e < 21))
+            * 0.9 ** (e % 10 == 0 and 61 < e < 150)
+            * 0.35 ** (e % 25 == 0 and e > 100)
+        ),
+        "resnet34": lambda e: (
+            0.85 ** ((e % 3 == 0 and 4 < e < 61) + (e % 10 == 0 and 61 < e < 99))
+            * 0.5 ** (e % 25 == 0 and e > 99)
+        ),
+        "densenet121": lambda e: 0.25 ** (e % 50 == 0 and e > 0),
+    }
+    for model, factor in scripts.items():
+        (choice,) = choices("cifar10", model, ["sisa_steps"])
+        assert choice.schedule is not None
+        assert "gamma" not in choice.options
+        expected = 1.0
+        for epoch in range(200):
+            expected *= factor(epoch)
+            assert choice.schedule.factor(epoch, 200) == pytest.approx(expected), (model, epoch)
+
+
+def test_resnet18_has_the_row_that_is_for_testing_too() -> None:
+    runs = plan(PRESETS["imagenet"])
+    row = runs["resnet18_sisa_test_e90_seed0"].choice
+    assert (row.options["sigma"], row.options["rho"]) == (1.0, 2e3)
+    assert runs["resnet18_sisa_e90_seed0"].choice.options["sigma"] == 0.005
+    assert row.schedule is not None
+    assert [row.schedule.factor(epoch, 90) for epoch in (64, 65, 89)] == pytest.approx(
+        [1, 0.15, 0.15**3]
+    )
+    labels = {run.choice.label for run in runs.values() if run.model == "resnet18"}
+    assert set(TABLE["resnet18"]) <= labels
+    assert runs["alexnet_adam_e90_seed0"].choice.options["weight_decay"] == 1e-4
 
 
 # Data that is missing or damaged
@@ -236,6 +277,8 @@ def test_damaged_images_are_refused(tmp_path: Path) -> None:
         (folder / name).write_bytes(b"PK half of it")
     with pytest.raises(SystemExit, match=r"train_a\.zip is damaged.*get it again: Put cifar-10"):
         command.main(["vision", "--preset", "short", "--data", str(tmp_path), "--runs-only"])
+    with pytest.raises(SystemExit, match=r"train_a\.zip is damaged"):
+        command.main(["vision", "--data", str(tmp_path), "--runs-only"])  # nor is it replaced
     (folder / "train_a.zip").unlink()
     (folder / "cifar-10-python.tar.gz").write_bytes(b"")
     with pytest.raises(
@@ -306,9 +349,13 @@ def test_imagenet_models_train_from_folders(folders: Path, model: str) -> None:
 def test_imagenet_says_which_file_is_damaged(folders: Path) -> None:
     imagenet.load.cache_clear()
     (folders / "imagenet" / "train" / "n01440764" / "3.JPEG").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"n01440764/3\.JPEG must be an image"):
+    with pytest.raises(
+        datasets.CorruptFileError, match=r"n01440764/3\.JPEG must be an image.* Remove it or get"
+    ):
         list(imagenet.load(str(folders)).batches(16, 16, 0, 0))
     (folders / "imagenet" / "val" / "other").mkdir()
     imagenet.load.cache_clear()
-    with pytest.raises(ValueError, match="must have the classes of train, but 1 folders"):
+    with pytest.raises(
+        datasets.CorruptFileError, match="must have the classes of train, but 1 folders"
+    ):
         imagenet.load(str(folders))

@@ -1,7 +1,7 @@
-"""Checkpoints of all ranks together, to be loaded on as many ranks or on others.
+"""Checkpoints of all ranks together, which load on the same number of ranks or on another.
 
-`folder` saves and loads; `contents` is what a checkpoint says besides its tensors, `stored` how it
-lies on a disk, `fit` whether it fits an optimizer, `remap` how its nodes become those of another
+`folder` saves and loads. `contents` describes an optimizer in plain values, `storage` reads folders
+and files, `matching` checks that a checkpoint fits, and `remap` maps its nodes to those of another
 number of ranks.
 """
 

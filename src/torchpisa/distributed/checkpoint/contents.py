@@ -1,7 +1,6 @@
-"""What a checkpoint says about an optimizer, besides its tensors; and the names of those.
+"""The description of an optimizer in a checkpoint: everything but its tensors, in plain values.
 
-Nodes are numbered through, node = rank * batches + slot, whichever process held them, and
-parameters have the names that the model gives them.
+Nodes are numbered as rank * batches + slot, and parameters have their names in the model.
 """
 
 import ctypes
@@ -29,13 +28,14 @@ class Contents:
     """An optimizer without its large tensors, in plain values.
 
     Attributes:
-        optimizer: name of its class.
-        batches: number of every rank's nodes.
+        optimizer: the name of its class.
+        batches: the number of nodes of each rank.
         groups: settings and progress of the parameter groups, by rank.
-        names: the parameters, by group.
-        state: what each parameter has for every node: `dual` and so on, but `step` apart.
-        steps: `step` of each parameter, by node.
-        arrived: slots that have contributed to each parameter in this round, as bits, by rank.
+        names: the names of the parameters, by group.
+        state: for each parameter the kinds of state of a node (`dual`, ...), except `step`.
+        steps: for each parameter `step`, by node.
+        arrived: for each parameter the slots that have contributed to the open round, as bits, by
+            rank.
     """
 
     optimizer: str
@@ -48,7 +48,7 @@ class Contents:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks (replicas, if they are sharded) that held the nodes."""
+        """The number of ranks, or of replicas if they are sharded."""
         return len(self.groups)
 
     @property
@@ -62,7 +62,7 @@ class Contents:
         return bool(self.groups[0][0]["visited"])
 
     def per_node(self, number: int, name: str) -> list[float] | None:
-        """Return a setting of group `number` for all nodes; None if it was code on some rank."""
+        """Return a setting of group `number` by node; None if it was a function on some rank."""
         values: list[float] = []
         for each in self.groups:
             if name not in each[number]:
@@ -71,8 +71,8 @@ class Contents:
             values += value if isinstance(value, list | tuple) else [value] * self.batches
         return values
 
-    def took_part(self, number: int) -> list[bool]:
-        """Return whether each node's batch was stepped in this round, in group `number`."""
+    def present(self, number: int) -> list[bool]:
+        """Return by node whether its batch is present in the open round, for group `number`."""
         stepped: list[bool] = []
         for each in self.groups:
             kept, present = each[number]["kept"], each[number]["present"]
@@ -80,7 +80,7 @@ class Contents:
         return stepped
 
     def as_one_rank(self) -> "Contents":
-        """Return the same, as a process that holds all nodes would have it."""
+        """Return the contents that a single process with all nodes would have."""
 
         def shifted(bits: Sequence[int]) -> int:
             return sum(each << rank * self.batches for rank, each in enumerate(bits))
@@ -97,7 +97,7 @@ class Contents:
                 "present": shifted([each["present"] for each in of_ranks]),
             }
             if any(each["kept"] for each in of_ranks):
-                group["kept"] = self.took_part(number)
+                group["kept"] = self.present(number)
             for name in PER_NODE:
                 values = self.per_node(number, name)
                 if values is None:
@@ -117,10 +117,13 @@ class Contents:
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """Return what all ranks hold together, from what each of them does.
+    """Return the contents of all ranks together.
+
+    Args:
+        parts: the contents of each rank.
 
     Raises:
-        ValueError: they do not stand at the same point, or do not hold the same.
+        ValueError: ranks are at different points of the training, or their parameters differ.
     """
     first = parts[0]
     for rank, part in enumerate(parts):
@@ -154,9 +157,9 @@ def _point(part: Contents) -> str:
 
 
 def pack(group: Group, round: Round) -> Group:
-    """Return a parameter group and the round in plain values, without parameters and code."""
-    kept = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    plain: Group = packed({"param_groups": [kept]}, round)["param_groups"][0]
+    """Return a group and the round as plain values, without parameters, names and functions."""
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    plain: Group = packed({"param_groups": [settings]}, round)["param_groups"][0]
     for name, value in plain.items():
         if name in PENALTIES and value is not None:
             values = value if isinstance(value, list) else [value] * group["batches"]
@@ -166,12 +169,12 @@ def pack(group: Group, round: Round) -> Group:
         elif isinstance(value, Tensor):
             plain[name] = value.detach().cpu()
         elif isinstance(value, float):
-            plain[name] = float(value)  # that of numpy is one, too, but does not load everywhere
+            plain[name] = float(value)  # numpy's float64 is a float too, but loads only with numpy
     return plain
 
 
 def unpack(plain: Group, device: torch.device) -> tuple[Group, Round]:
-    """Return what `pack` was given; what has to be tensors is on `device`."""
+    """Return the group and round that `pack` was given, with tensors on `device`."""
     group = dict(plain)
     progress = {name: group.pop(name) for name in PROGRESS}
     if progress["kept"] is not None:
@@ -186,10 +189,14 @@ def unpack(plain: Group, device: torch.device) -> tuple[Group, Round]:
 
 
 def to_bytes(what: str, value: object) -> Tensor:
-    """Return `value` as bytes in a tensor, because objects in torch's checkpoints are unpickled.
+    """Return `value` as a tensor of bytes; torch would unpickle an object, which is not safe.
+
+    Args:
+        what: name of the value, for the error message.
+        value: the value.
 
     Raises:
-        ValueError: torch would not read it with `weights_only=True`.
+        ValueError: `torch.load(..., weights_only=True)` cannot read it.
     """
     buffer = io.BytesIO()
     try:
@@ -205,6 +212,6 @@ def to_bytes(what: str, value: object) -> Tensor:
 
 
 def from_bytes(stored: Tensor) -> Any:
-    """Return the value of which `to_bytes` made bytes."""
+    """Return the value that `to_bytes` was given."""
     data = ctypes.string_at(stored.data_ptr(), stored.numel())
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

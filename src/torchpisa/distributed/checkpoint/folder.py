@@ -1,4 +1,4 @@
-"""Checkpoints of all ranks together, to be loaded on as many ranks or on others."""
+"""Save and load a model and its optimizer on all ranks; export to a single file."""
 
 import os
 import re
@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchpisa.distributed.checkpoint import contents, fit, remap, stored
+from torchpisa.distributed.checkpoint import contents, matching, remap, storage
 from torchpisa.distributed.checkpoint.contents import Contents
 from torchpisa.distributed.checkpoint.remap import Named
-from torchpisa.distributed.checkpoint.stored import MARK, METADATA, Folder, Stored
+from torchpisa.distributed.checkpoint.storage import MARK, METADATA, Checkpoint, Folder
 from torchpisa.distributed.dtensor import is_sharded
 from torchpisa.distributed.process_group import Ranks
 from torchpisa.optim.pisa import PISA
@@ -44,52 +44,55 @@ def save(
             earlier checkpoint. Other files in an earlier checkpoint stay.
         model: as it is trained: plain, DistributedDataParallel, or sharded. Buffers, which may
             differ from rank to rank, are those of the first.
-        optimizer: all of its parameters are the model's.
-        extra: whatever else it takes to go on, such as the number of the step; that of the first
-            rank is saved. Tensors, numbers, strings, and lists, tuples and dictionaries of those.
+        optimizer: the optimizer, of parameters of this model only.
+        extra: anything else that a resumed run needs, such as the number of the step; that of the
+            first rank is saved. Tensors, numbers, strings, and lists, tuples and dictionaries of
+            those.
 
     Raises:
-        ValueError: something cannot be saved. Nothing has been written then.
+        ValueError: something cannot be saved. Nothing has been written.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-    party = _Party(optimizer)
+    processes = _Processes(optimizer)
     folder = Path(directory).resolve()
     partial = _beside(folder, "partial")
 
-    def prepared() -> tuple[dict[str, Any], list[Named], Contents]:
-        entries = get_model_state_dict(model)  # first: it makes FSDP shard its parameters again
-        params = fit.named(model, optimizer)
-        described = fit.own_contents(params, optimizer)
+    def prepare() -> tuple[dict[str, Any], list[Named], Contents]:
+        entries = get_model_state_dict(
+            model
+        )  # first, because it makes FSDP shard its parameters again
+        params = matching.named_params(model, optimizer)
+        described = matching.local_contents(params, optimizer)
         if extra is not None and not isinstance(extra, dict):
             raise ValueError(f"extra must be a dictionary or None, got {extra!r}")
         contents.to_bytes("extra", extra)
         contents.to_bytes("param_groups", described.groups)
         contents.to_bytes("what the model saves besides tensors", _objects(entries))
-        if party.rank == 0:
+        if processes.rank == 0:
             _make_room(folder, partial)
         return entries, params, described
 
-    entries, params, described = party.agree(prepared)
-    parts = dict(reversed(party.gather((remap.rank_of(optimizer), described))))
+    entries, params, described = processes.agree(prepare)
+    parts = dict(reversed(processes.gather((remap.node_rank(optimizer), described))))
     everything = contents.joined([parts[rank] for rank in range(len(parts))])
-    tensors = party.share(entries, params)
-    if party.has_own_state:
-        tensors |= fit.own_state(params, optimizer)
-    if party.rank == 0:
+    tensors = processes.model_entries(entries, params)
+    if processes.writes_state:
+        tensors |= matching.local_state(params, optimizer)
+    if processes.rank == 0:
         held = {"contents": asdict(everything), "extra": extra or {}, "objects": _objects(entries)}
         tensors[MARK] = contents.to_bytes("checkpoint", held)
     with warnings.catch_warnings():
-        # One says that a process saves alone, the other (torch 2.6) is about torch's own code.
+        # A process that saves alone gets the first warning; the second (torch 2.6) concerns torch.
         warnings.filterwarnings("ignore", "torch.distributed is |TypedStorage is deprecated")
         save_tensors(
             tensors,
             storage_writer=FileSystemWriter(partial),
-            process_group=party.group,
+            process_group=processes.group,
         )
-    party.agree(lambda: _publish(partial, folder) if party.rank == 0 else None)
+    processes.agree(lambda: _publish(partial, folder) if processes.rank == 0 else None)
 
 
 def load(path: Location, model: nn.Module, optimizer: PISA) -> dict[str, Any]:
@@ -108,38 +111,40 @@ def load(path: Location, model: nn.Module, optimizer: PISA) -> dict[str, Any]:
     Args:
         path: a folder of `save` or a file of `export`.
         model: the model that was saved, wrapped or sharded as it will be trained.
-        optimizer: of the class that was saved, with the same parameters in the same groups.
+        optimizer: an optimizer of the saved class, with the same parameters in the same groups.
 
     Returns:
         The `extra` that was saved.
 
     Raises:
-        ValueError: the checkpoint is not complete, or does not fit. Nothing has been changed then.
+        ValueError: the checkpoint is incomplete or does not fit. Nothing has been changed.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    party = _Party(optimizer)
+    processes = _Processes(optimizer)
 
-    def checked() -> tuple[Stored, dict[str, Any], list[Named]]:
-        entries = get_model_state_dict(model)  # first: it makes FSDP shard its parameters again
-        params = fit.named(model, optimizer)
-        source = stored.opened(_intact(Path(path).resolve()))
-        fit.check_model(source, entries)
-        fit.check_optimizer(source, params, optimizer)
+    def check() -> tuple[Checkpoint, dict[str, Any], list[Named]]:
+        entries = get_model_state_dict(
+            model
+        )  # first, because it makes FSDP shard its parameters again
+        params = matching.named_params(model, optimizer)
+        source = storage.open_checkpoint(_intact(Path(path).resolve()))
+        matching.check_model(source, entries)
+        matching.check_optimizer(source, params, optimizer)
         return source, entries, params
 
-    source, entries, params = party.agree(checked)
+    source, entries, params = processes.agree(check)
 
-    def taken() -> None:
+    def restore() -> None:
         tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
         source.read({model_key(name): tensor for name, tensor in tensors.items()})
         set_model_state_dict(model, {**tensors, **source.objects})
         layout = optimizer.param_groups[0]["ranks"], optimizer.batches
         same = layout == (source.contents.ranks, source.contents.batches)
-        (remap.resume if same else remap.share_out)(source, params, optimizer)
-        optimizer.start_afresh()
+        (remap.resume if same else remap.redistribute)(source, params, optimizer)
+        optimizer.reset_unsaved()
 
-    party.agree(taken)
+    processes.agree(restore)
     return source.extra
 
 
@@ -189,7 +194,8 @@ def export(directory: Location, file: Location) -> None:
 def latest(root: Location) -> Path | None:
     """Return the newest complete checkpoint in `root`, or None if there is none.
 
-    One that a run was killed while replacing counts: `load` and `export` find what it held before.
+    A checkpoint counts even if a run was killed while replacing it: `load` and `export` then read
+    the old one.
 
     Args:
         root: a folder of checkpoints whose names end in a number, such as `step-000120`; the
@@ -206,7 +212,7 @@ def latest(root: Location) -> Path | None:
     return max(steps)[1] if steps else None
 
 
-class _Party:
+class _Processes:
     """The processes that save or load together."""
 
     def __init__(self, optimizer: PISA) -> None:
@@ -227,8 +233,8 @@ class _Party:
         if distributed.is_available() and distributed.is_initialized():
             self.rank = distributed.get_rank(self.group)
             self.size = distributed.get_world_size(self.group)
-        # Otherwise all have the same, and the first writes it.
-        self.has_own_state = ranks is not None or split or self.rank == 0
+        # Without ranks and shards all processes have the same state, and the first writes it.
+        self.writes_state = ranks is not None or split or self.rank == 0
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all processes."""
@@ -240,7 +246,7 @@ class _Party:
         return values
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; if it raises in one process, all of them raise."""
+        """Return the result of `work`; if it raises in one process, all processes raise."""
         problem = None
         try:
             result = work()
@@ -254,17 +260,18 @@ class _Party:
                 raise ValueError(f"rank {rank} has a problem: {other}")
         return result
 
-    def share(self, entries: dict[str, Any], params: Sequence[Named]) -> dict[str, Tensor]:
-        """Return what this process may write of the model: what all have, or its own part.
+    def model_entries(self, entries: dict[str, Any], params: Sequence[Named]) -> dict[str, Tensor]:
+        """Return the entries of the model that this process writes.
 
-        Anything else, such as buffers, is the first one's to write, so that it fits together.
+        Trained parameters may be written by any process that holds them. Everything else, such as
+        buffers, which may differ, is written by the first process only.
         """
         trained = {name for named_params in params for name, _ in named_params}
         return {
             model_key(name): entry
             for name, entry in entries.items()
             if isinstance(entry, Tensor)
-            if self.rank == 0 or is_sharded(entry) or (name in trained and self.has_own_state)
+            if self.rank == 0 or is_sharded(entry) or (name in trained and self.writes_state)
         }
 
 
@@ -275,7 +282,7 @@ def _objects(entries: dict[str, Any]) -> dict[str, Any]:
 # In one process
 
 
-def _read(source: Stored, keys: Sequence[str]) -> dict[str, Tensor]:
+def _read(source: Checkpoint, keys: Sequence[str]) -> dict[str, Tensor]:
     tensors = {
         key: torch.empty(source.kinds[key].shape, dtype=source.kinds[key].dtype) for key in keys
     }
@@ -283,7 +290,7 @@ def _read(source: Stored, keys: Sequence[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _whole_state(source: Stored, everything: Contents, name: str) -> dict[str, Any]:
+def _whole_state(source: Checkpoint, everything: Contents, name: str) -> dict[str, Any]:
     """Return a parameter's state, for all nodes."""
     nodes = range(everything.batches)
     keys = {
@@ -310,12 +317,12 @@ def _whole_state(source: Stored, everything: Contents, name: str) -> dict[str, A
 
 
 def _beside(path: Path, what: str) -> Path:
-    """Return where something lies that is not yet, or no longer, at `path`."""
+    """Return the path for a checkpoint that is not yet, or no longer, complete at `path`."""
     return path.with_name(f".{path.name}.{what}")
 
 
 def _intact(path: Path) -> Path:
-    """Return `path`, or where its contents are after a kill between the renames of `_publish`."""
+    """Return `path`, or its backup if a run was killed between the renames of `_publish`."""
     old = _beside(path, "old")
     return old if not path.exists() and (old / METADATA).is_file() else path
 
@@ -332,7 +339,7 @@ def _make_room(folder: Path, partial: Path) -> None:
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Put a complete checkpoint in its place."""
+    """Move a complete checkpoint to its place."""
     old = _beside(folder, "old")
     if folder.exists():
         if old.exists():

@@ -1,9 +1,9 @@
-"""From the nodes of a checkpoint to those of an optimizer: the same ones, or others.
+"""Load the nodes of a checkpoint into an optimizer with the same nodes, or with others.
 
-Where they are others, an open round is closed first, as `flush` does. Then old and new nodes are
-laid side by side on [0, 1), each as long as its share alpha, and a new node takes the mean of the
-old ones beside it, weighted by how much of it lies beside each. So weighted sums over all nodes
-stay what they are, that of the duals above all.
+For others, an open round is closed first, as by `flush`. Then old and new nodes are laid side by
+side on [0, 1), each with the length of its share alpha, and a new node takes the mean of the old
+nodes that it overlaps, weighted by the overlap. This keeps weighted sums over all nodes, above all
+that of the duals.
 """
 
 from bisect import bisect_right
@@ -16,37 +16,36 @@ from torch import Tensor
 
 from torchpisa.distributed import dtensor
 from torchpisa.distributed.checkpoint.contents import PER_NODE, Contents, unpack
-from torchpisa.distributed.checkpoint.stored import Stored
+from torchpisa.distributed.checkpoint.storage import Checkpoint
 from torchpisa.distributed.dtensor import local
 from torchpisa.distributed.process_group import Ranks
-from torchpisa.kernels.dispatch import steps_parts
+from torchpisa.kernels.dispatch import steps_local_parts
 from torchpisa.kernels.job import Member
 from torchpisa.optim.arguments import PENALTIES
 from torchpisa.optim.pisa import PISA
 from torchpisa.optim.round import Group, Part, Round, Totals, consensus, contribute_missing
 from torchpisa.state_keys import node_key, state_key
 
-__all__ = ["Named", "add_pending", "overlaps", "rank_of", "resume", "share_out"]
+__all__ = ["Named", "add_pending", "node_rank", "overlaps", "redistribute", "resume"]
 
 Named = Sequence[tuple[str, Tensor]]
 State = MutableMapping[str, Any]
 
-# For other nodes these settings stay the optimizer's own: they say which ranks hold the nodes, or
-# are not possible on several.
+# Settings that are not taken from the checkpoint, because they depend on the number of ranks.
 _OF_LAYOUT = ("batches", "ranks", "weights", "capturable", "stochastic_rounding")
-# Elements of parameters whose state is read together, that of one node at a time.
+# The most elements of parameters whose state is read together, one node at a time.
 _CHUNK = 2**26
-# Shares may have been rounded differently, and end at the same point nevertheless.
+# Ends of shares that are this close are the same but for rounding.
 _SAME_POINT = 1e-12
 
 
-def rank_of(optimizer: PISA) -> int:
-    """Return which of the ranks, or replicas, that hold the nodes this process belongs to."""
+def node_rank(optimizer: PISA) -> int:
+    """Return the rank of this process among the ranks, or replicas, that hold the nodes."""
     return optimizer.peers.rank if isinstance(optimizer.peers, Ranks) else 0
 
 
 def overlaps(old: Sequence[float], new: Sequence[float]) -> list[dict[int, float]]:
-    """Return for each new node the old ones that it takes its mean of, with their coefficients.
+    """Return for each new node the coefficients of the old nodes in its mean.
 
     Args:
         old: alpha_i of the old nodes.
@@ -56,14 +55,14 @@ def overlaps(old: Sequence[float], new: Sequence[float]) -> list[dict[int, float
     bounds = [0.0, *(_snapped(end, ends) for end in _ends(new))]
     rows = []
     for low, high in pairwise(bounds):
-        beside = {}
+        lengths = {}
         for node, (start, end) in enumerate(pairwise([0.0, *ends])):
             if min(high, end) > max(low, start):
-                beside[node] = min(high, end) - max(low, start)
-        if not beside:  # a share as good as zero
-            beside = {min(bisect_right(ends, low), len(ends) - 1): 1.0}
-        total = sum(beside.values())
-        rows.append({node: length / total for node, length in beside.items()})
+                lengths[node] = min(high, end) - max(low, start)
+        if not lengths:  # the share is zero but for rounding
+            lengths = {min(bisect_right(ends, low), len(ends) - 1): 1.0}
+        total = sum(lengths.values())
+        rows.append({node: length / total for node, length in lengths.items()})
     return rows
 
 
@@ -81,10 +80,10 @@ def _snapped(point: float, to: Sequence[float]) -> float:
 
 
 @torch.no_grad()
-def resume(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
-    """Put this rank's nodes back as they were, in the middle of a round too."""
+def resume(source: Checkpoint, named: Sequence[Named], optimizer: PISA) -> None:
+    """Restore the nodes of this rank, also in the middle of a round."""
     contents = source.contents
-    rank, batches = rank_of(optimizer), contents.batches
+    rank, batches = node_rank(optimizer), contents.batches
     if isinstance(optimizer.peers, Ranks):
         optimizer.peers.all_shares = contents.shares
     into: dict[str, Tensor] = {}
@@ -105,21 +104,21 @@ def resume(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
     source.read(into)
 
 
-def _states(source: Stored, entries: Named, optimizer: PISA, group: Group) -> dict[str, State]:
-    """Return the state of each parameter that was saved with one; others start afresh."""
+def _states(source: Checkpoint, entries: Named, optimizer: PISA, group: Group) -> dict[str, State]:
+    """Return the state of each parameter that has saved state; reset the state of others."""
     states: dict[str, State] = {}
     for name, param in entries:
         saved = name in source.contents.state
         if saved != optimizer.has_state(param):
             optimizer.init_state([param], group)
         if saved:
-            optimizer.member(param, None, group)  # moves it to the parameter's device
+            optimizer.member(param, None, group)  # moves the state to the parameter's device
             states[name] = optimizer.state[param]
     return states
 
 
 def _fitted(state: State, key: str, dtype: torch.dtype) -> Tensor:
-    """Return an entry of `state`, in the dtype that it was saved with."""
+    """Return an entry of `state`, replaced if it was saved with another dtype."""
     if state[key].dtype != dtype:
         state[key] = torch.empty_like(state[key], dtype=dtype)
     tensor: Tensor = state[key]
@@ -134,27 +133,27 @@ def _device(group: Group) -> torch.device:
 
 
 @torch.no_grad()
-def share_out(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
-    """Give this rank's nodes their means of the old ones; the model is as it was saved."""
+def redistribute(source: Checkpoint, named: Sequence[Named], optimizer: PISA) -> None:
+    """Give each node of this rank its mean of the old ones; the model is loaded already."""
     contents, ranks = source.contents, optimizer.peers
     shares = optimizer.param_groups[0]["weights"]
     if isinstance(ranks, Ranks):
         shares = ranks.all_shares
-    first = rank_of(optimizer) * optimizer.batches
+    first = node_rank(optimizer) * optimizer.batches
     rows = overlaps(contents.shares, shares)[first : first + optimizer.batches]
     for number, (group, entries) in enumerate(zip(optimizer.param_groups, named, strict=True)):
         states = _states(source, entries, optimizer, group)
-        for part in (part for part in optimizer.parts() if part.number == number):
+        for part in (part for part in optimizer.parts() if part.group_index == number):
             members = {id(param) for param in part.params}
             saved = [(name, p) for name, p in entries if name in states and id(p) in members]
             closing = _Closing(source, part) if contents.open else None
-            for chunk in _chunks(saved, whole=closing is not None and closing.joint):
-                some = {name: states[name] for name, _ in chunk}
+            for chunk in _chunks(saved, joint=closing is not None and closing.joint):
+                chunk_states = {name: states[name] for name, _ in chunk}
                 if closing is not None:
-                    closing.begin(chunk, some)
-                _average(source, some, rows, closing)
+                    closing.begin(chunk, chunk_states)
+                _average(source, chunk_states, rows, closing)
                 if closing is not None:
-                    closing.end(some)
+                    closing.end(chunk_states)
         group.update(_settings(contents, number, rows, group))
     optimizer.round = Round(contents.groups[0][0]["iteration"] + contents.open)
     if contents.open and isinstance(ranks, Ranks):
@@ -162,11 +161,11 @@ def share_out(source: Stored, named: Sequence[Named], optimizer: PISA) -> None:
         ranks.broadcast([param for entries in named for _, param in entries])
 
 
-def _chunks(entries: Named, whole: bool) -> Iterator[Named]:
+def _chunks(entries: Named, joint: bool) -> Iterator[Named]:
     chunk: list[tuple[str, Tensor]] = []
     elements = 0
     for name, param in entries:
-        if chunk and not whole and elements + param.numel() > _CHUNK:
+        if chunk and not joint and elements + param.numel() > _CHUNK:
             yield chunk
             chunk, elements = [], 0
         chunk.append((name, param))
@@ -176,14 +175,14 @@ def _chunks(entries: Named, whole: bool) -> Iterator[Named]:
 
 
 def _average(
-    source: Stored,
+    source: Checkpoint,
     states: Mapping[str, State],
     rows: Sequence[Mapping[int, float]],
     closing: "_Closing | None",
 ) -> None:
-    """Write into `states`, slot by slot, the means that `rows` say.
+    """Write into `states` the means with the coefficients `rows`, by slot.
 
-    One old node after the other is read, so that there is never more than one of them in memory.
+    Old nodes are read one after the other, so that only one of them is in memory.
     """
     nodes: Sequence[int] = sorted({node for row in rows for node in row})
     if closing is not None:
@@ -215,8 +214,8 @@ def _average(
         state["arrived"] = 0
 
 
-def _read(source: Stored, states: Mapping[str, State], node: int) -> dict[str, State]:
-    """Return the state of an old node, in the slot that it had on its rank, laid out like new."""
+def _read(source: Checkpoint, states: Mapping[str, State], node: int) -> dict[str, State]:
+    """Return the state of an old node, under its old slot, in the layouts of `states`."""
     slot = node % source.contents.batches
     olds: dict[str, State] = {}
     into = {}
@@ -234,7 +233,7 @@ def _read(source: Stored, states: Mapping[str, State], node: int) -> dict[str, S
 def _settings(
     contents: Contents, number: int, rows: Sequence[Mapping[int, float]], group: Group
 ) -> Group:
-    """Return what a group takes over from a saved one; sums of sigma and rho are kept."""
+    """Return the saved settings for a group; weighted sums of sigma and rho are kept."""
     saved = {**contents.groups[0][number], **{name: group[name] for name in _OF_LAYOUT}}
     for name in PER_NODE:
         values = contents.per_node(number, name)
@@ -248,8 +247,8 @@ def _settings(
     return unpack(saved, _device(group))[0]
 
 
-def add_pending(source: Stored, totals: Mapping[str, Tensor]) -> None:
-    """Add to `totals`, by parameter, what all ranks have contributed in the open round."""
+def add_pending(source: Checkpoint, totals: Mapping[str, Tensor]) -> None:
+    """Add to `totals`, by parameter, the contributions of all ranks to the open round."""
     for rank in range(source.contents.ranks):
         parts = {
             name: torch.empty_like(total)
@@ -264,20 +263,20 @@ def add_pending(source: Stored, totals: Mapping[str, Tensor]) -> None:
 
 
 class _Closing:
-    """The round that some parameters were saved in the middle of, and its end.
+    """Closes a round in the middle of which a checkpoint was saved.
 
-    Everything is done by the functions that close a round on one rank, node after node.
+    It calls the functions that close a round on one rank, node by node.
     """
 
-    def __init__(self, source: Stored, part: Part) -> None:
+    def __init__(self, source: Checkpoint, part: Part) -> None:
         self._source = source
-        self._number = part.number
+        self._group_index = part.group_index
         self._parts: list[Part] = []
         self._rounds: list[Round] = []
         for groups in source.contents.groups:
-            settings, round = unpack(groups[part.number], _device(part.group))
+            settings, round = unpack(groups[part.group_index], _device(part.group))
             group = {**part.group, **settings}
-            self._parts.append(Part(part.number, group, part.params, part.rule))
+            self._parts.append(Part(part.group_index, group, part.params, part.rule))
             self._rounds.append(round)
         self.joint = any(each.preconditioner.joint for each in self._parts)
         self._params: dict[str, Tensor] = {}
@@ -285,8 +284,8 @@ class _Closing:
         self._sigmas: dict[int, float] = {}  # S by parameter, where sigma follows gradients
 
     def begin(self, chunk: Named, states: Mapping[str, State]) -> None:
-        """Add up what the batches of this round have contributed to some parameters."""
-        # What no batch has reached is left alone.
+        """Add up the contributions to the open round, for some parameters."""
+        # Parameters without a gradient in any batch do not change.
         arrived = self._source.contents.arrived
         self._params = {name: param for name, param in chunk if any(arrived[name])}
         self._pending = {}
@@ -297,36 +296,36 @@ class _Closing:
         add_pending(self._source, self._pending)
 
     def contribute(self, node: int, states: Mapping[str, State]) -> None:
-        """Let a node contribute what it has not yet, as is right for it."""
+        """Add the contribution of a node, unless it is part of the sum already."""
         contents = self._source.contents
         rank, slot = divmod(node, contents.batches)
         part = self._parts[rank]
-        everyone = (2 << contents.batches) - 1  # one bit more: so have other ranks
+        all_arrived = (2 << contents.batches) - 1  # with one more bit, for the other ranks
         members = []
         for name, param in self._params.items():
             state = states[name]
             missed = ~contents.arrived[name][rank] & 1 << slot
-            state.update(pending=self._pending[name], arrived=everyone ^ missed)
+            state.update(pending=self._pending[name], arrived=all_arrived ^ missed)
             members.append(Member(param, None, state))
-        members = _held(part, members)
+        members = _local_parts(part, members)
         contribute_missing(part, members, self._rounds[rank])
-        if part.follows:
+        if part.sigma_follows:
             for member in members:
                 key, share = id(member.origin), part.group["weights"][slot]
                 sigma = float(member.state[state_key("sigma", slot)])
                 self._sigmas[key] = self._sigmas.get(key, 0.0) + share * sigma
 
     def end(self, states: Mapping[str, State]) -> None:
-        """Move the weights of what `begin` was told."""
-        if not any(self._source.contents.took_part(self._number)):
+        """Take the consensus for the parameters of `begin`."""
+        if not any(self._source.contents.present(self._group_index)):
             return
         part = self._parts[0]
         members = [
             Member(param, None, {**states[name], "pending": self._pending[name]})
             for name, param in self._params.items()
         ]
-        members = _held(part, members)
-        if part.follows:
+        members = _local_parts(part, members)
+        if part.sigma_follows:
             totals = Totals({id(m.origin): self._sigmas[id(m.origin)] for m in members})
         else:
             sigma = sum(each.total(each.sigmas) for each in self._parts)
@@ -334,8 +333,8 @@ class _Closing:
         consensus(part, members, totals, None, {})
 
 
-def _held(part: Part, members: list[Member]) -> list[Member]:
-    """Return what this process holds of members, if that is how they are stepped."""
-    if not steps_parts(part.group, part.preconditioner):
+def _local_parts(part: Part, members: list[Member]) -> list[Member]:
+    """Return the local parts of members if those are what is stepped."""
+    if not steps_local_parts(part.group, part.preconditioner):
         return members
-    return [dtensor.part(member) for member in members]
+    return [dtensor.local_member(member) for member in members]

@@ -94,12 +94,12 @@ class FedAvg(MeanMovement):
 
     Args:
         lr: the clients' learning rate.
-        momentum: of the clients' SGD; the buffer starts at zero in every round.
+        momentum: the momentum of the clients' SGD; the buffer starts at zero in every round.
         weight_decay: an L2 term inside every client's objective.
         server_lr: factor on the mean movement; 1 takes the mean itself.
         lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
             `LinearDecay`, that returns the factor on `lr`.
-        local: what a client does in a round; one epoch by default.
+        local: the local work of a client; one epoch by default.
     """
 
     momentum: float = 0.0
@@ -199,7 +199,7 @@ class Scaffold(MeanMovement):
         server_lr: \(\eta_g\), factor on the mean movement.
         lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
             `LinearDecay`, that returns the factor on `lr`.
-        local: what a client does in a round; one epoch by default.
+        local: the local work of a client; one epoch by default.
         warm_start: start control variates at the clients' gradients instead of zero.
     """
 

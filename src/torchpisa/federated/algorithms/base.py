@@ -19,15 +19,15 @@ Tensors = dict[str, Tensor]
 """Tensors by the name of the parameter that they belong to."""
 
 Fields = dict[str, Tensors]
-"""Several such sets by what they are: `"weights"`, `"dual"`, `"control"`."""
+"""Sets of such tensors by kind: `"weights"`, `"dual"`, `"control"`."""
 
 
 class Message(NamedTuple):
     """A message between server and client, in either direction.
 
     Attributes:
-        tensors: what it is about.
-        numbers: a few numbers that go with it.
+        tensors: its tensors, by kind and parameter.
+        numbers: a few numbers.
     """
 
     tensors: Fields
@@ -50,9 +50,9 @@ class ServerState:
     Attributes:
         weights: \(w\), the global weights.
         memory: sums over the clients, weighted by their shares, such as
-            \(\Pi = \sum_i \alpha_i \pi_i\) under `"dual"`. They follow clients that join or leave.
+            \(\Pi = \sum_i \alpha_i \pi_i\) under `"dual"`; adjusted when clients join or leave.
         numbers: numbers that change from round to round, such as \(\sigma\).
-        iteration: rounds closed, \(\ell\).
+        iteration: the number of closed rounds, \(\ell\).
         buffers: tensors that belong to no client, such as the momentum of `FedAvgM`.
     """
 
@@ -64,11 +64,10 @@ class ServerState:
 
 
 class Algorithm(ABC):
-    r"""Both halves of a federated algorithm.
+    r"""A federated algorithm: pure functions for the server and for a client.
 
-    They are pure functions of tensors: whoever calls them keeps the state, in one process, on a
-    GPU for all clients at once (every client function may run under `torch.vmap`), or on many
-    machines. One round is
+    The caller keeps the state, so the same functions run in one process, on a GPU for all clients
+    at once (every client function may run under `torch.vmap`), or on many machines. One round is
 
         server = algorithm.open(server)
         down = algorithm.broadcast(server)
@@ -80,8 +79,8 @@ class Algorithm(ABC):
             update_i, memory_i = algorithm.finish(down, memory_i, carry, steps)
         server = algorithm.close(server, sum of alpha_i update_i, sum of alpha_i)
 
-    with \(\alpha_i = n_i / n\), constant in time, over all clients, absent ones included. Every
-    algorithm sends updates that the server only has to sum up.
+    with \(\alpha_i = n_i / n\), constant in time, over all clients, absent ones included. All that
+    the server needs is the weighted sum of updates.
     """
 
     local: LocalWork
@@ -100,7 +99,7 @@ class Algorithm(ABC):
         """Return the state of the server before the first round."""
 
     def open(self, server: ServerState) -> ServerState:
-        """Return the server as a round begins, with numbers such as sigma up to date."""
+        """Return the server at the beginning of a round, with numbers such as sigma updated."""
         return server
 
     @abstractmethod
@@ -112,19 +111,19 @@ class Algorithm(ABC):
         r"""Return the server after a round.
 
         Args:
-            server: as it was when the round was opened.
-            total: \(\sum_i \alpha_i\) times the update of client i, over those present.
-            present: \(\sum_i \alpha_i\) over those present, greater than zero.
+            server: the server as `open` returned it.
+            total: \(\sum_i \alpha_i\) times the update of client i, over the present clients.
+            present: \(\sum_i \alpha_i\) over the present clients, greater than zero.
         """
 
     def skip(self, server: ServerState) -> ServerState:
-        """Return the server after a round without any client, in which nothing moves."""
+        """Return the server after a round without clients, in which nothing moves."""
         return replace(server, iteration=server.iteration + 1)
 
     def admit(self, server: ServerState, before: float, after: float) -> ServerState:
-        r"""Make room for a client that joins late, raising \(n\) from `before` to `after`.
+        r"""Return the server after a client has joined, raising \(n\) from `before` to `after`.
 
-        Its memory is zero, and the \(\alpha_i\) of all others shrink by `before / after`; so do
+        Its memory is zero. The \(\alpha_i\) of all others shrink by `before / after`, and so do
         the sums that are weighted by them.
         """
         memory = {
@@ -134,23 +133,23 @@ class Algorithm(ABC):
         return replace(server, memory=memory)
 
     def contribution(self, update: Message) -> Fields:
-        """Return what an update adds to the server's memory, before it is multiplied by alpha."""
+        """Return the tensors that an update, times alpha, adds to the server's memory."""
         return {}
 
     def standing(
         self, server: ServerState, update: Message, known: Fields, steps: Tensor
     ) -> Fields:
-        """Return the tensors by whose size an update is judged; comparable between clients.
+        """Return the tensors by which `RobustSelection` compares clients.
 
-        By default where it takes the client's part of the server's memory, or the update itself
-        if there is no such memory. The change alone would not do: when the others have converged
-        it is small, and that of a newcomer is not.
+        By default this is the client's part of the server's memory after the update, or the update
+        itself if there is no such memory. The change alone would not do: it is small for clients
+        that have converged, and large for a newcomer.
 
         Args:
-            server: as the round was opened with.
-            update: of one client.
-            known: that client's part of the server's memory so far; empty before its first.
-            steps: local steps that the client has made.
+            server: the server as `open` returned it.
+            update: the update of one client.
+            known: the client's part of the server's memory before; empty before its first update.
+            steps: the number of local steps that the client has taken.
         """
         added = self.contribution(update)
         if not added:
@@ -164,11 +163,11 @@ class Algorithm(ABC):
         }
 
     def numbers_after(self, steps: Tensor) -> dict[str, Scalar]:
-        """Return the numbers of an update after `steps` local steps; a server can tell, too."""
+        """Return the numbers of an update after `steps` local steps, which a server can check."""
         return {}
 
     def numbers_of(self, tensors: Fields, steps: Tensor) -> dict[str, Scalar]:
-        """Return the numbers of an update with these tensors; a server can tell, too."""
+        """Return the numbers of an update with these tensors, which a server can check."""
         return self.numbers_after(steps)
 
     # A client
@@ -179,7 +178,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def begin(self, down: Message, memory: Fields) -> Fields:
-        """Return the variables of a local run. One of them is `"moved"`, the way gone from w."""
+        """Return the initial variables of a local run; `"moved"` is the displacement from w."""
 
     @abstractmethod
     def step(

@@ -40,12 +40,12 @@ class FedADMM(LocalSGD):
     Args:
         rho: \(\rho > 0\), the penalty.
         lr: the clients' learning rate.
-        start_from: where local steps begin: `"server"` at \(\theta^t\), `"client"` at the client's
+        start_from: the start of local steps: `"server"` at \(\theta^t\), `"client"` at the client's
             last \(w_i\), in its first round at \(\theta^t\).
         weight_decay: an L2 term inside every client's objective.
         lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
             `LinearDecay`, that returns the factor on `lr`.
-        local: what a client does in a round; one epoch by default.
+        local: the local work of a client; one epoch by default.
     """
 
     rho: float = 0.1

@@ -47,7 +47,7 @@ class FedMuon(Algorithm):
         weight_decay: an L2 term inside every client's objective.
         lr_decay: `lr` is multiplied by it after every round; or a function of the round, such as
             `LinearDecay`, that returns the factor on `lr`.
-        local: what a client does in a round; one epoch by default.
+        local: the local work of a client; one epoch by default.
     """
 
     lr: float

@@ -1,9 +1,8 @@
-r"""PISA, SISA and MISA with clients: Algorithms 1 and 2 and ours, a batch being a client's data.
+r"""Federated PISA, SISA (Algorithms 1 and 2) and MISA (ours): batch i is the data of client i.
 
-A client keeps its dual and what its preconditioner remembers, and sends
-\(\delta_i = \sigma d_i\). The server keeps \(w\) and \(\Pi = \sum_i \alpha_i \pi_i\). A client that
-is absent stays in both sums with its dual, as the paper's consensus has it with \(w_i = w\); one
-that comes back goes on from the dual it has.
+A client keeps its dual and the state of its preconditioner, and sends \(\delta_i = \sigma d_i\).
+The server keeps \(w\) and \(\Pi = \sum_i \alpha_i \pi_i\). An absent client stays in both sums
+with its dual, as in the paper's consensus with \(w_i = w\), and continues from that dual later.
 """
 
 import math
@@ -49,20 +48,20 @@ __all__ = ["MISA", "PISA", "SISA", "LocalMISA"]
 
 
 _LEAST_SIGMA = 1e-12
-"""Where the first gradients vanish, since zero means that sigma is not known."""
+"""Lower bound of sigma if the first gradients vanish; zero means that sigma is not known yet."""
 
 _SIGMA_PER_GRADIENT, _RHO_PER_ROOT, _FIRST_SHARE = 2.0, 1.3, 0.3
-"""How SISA's sigma follows from the norms of gradients and its rho from the number of weights, and
-the part of the first gradients that enters the duals: all of it would be too much where gradients
-are noisy. benchmarks/first_round.py measures them."""
+"""Factors for SISA's sigma (on norms of gradients) and rho (on the root of the number of weights),
+and the part of the first gradients that enters the duals: all of it would be too much for noisy
+gradients. `benchmarks/first_round.py` measures them."""
 
 _NOT_STATE = {"moved", "delta", "step", "before"}
-"""Variables of a local run that are not the preconditioner's."""
+"""Variables of a local run that are not state of the preconditioner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Penalised(Algorithm):
-    r"""PISA, SISA and MISA as far as they are alike: penalty, duals and consensus."""
+    r"""Base class of PISA, SISA and MISA: penalty, duals and consensus."""
 
     sigma: float
     rho: float
@@ -98,7 +97,7 @@ class Penalised(Algorithm):
     def start(self, weights: Tensors) -> ServerState:
         if not self.needs_loss:
             self.solver().check(list(weights.values()))
-        # Zero stands for a sigma that the first round will tell.
+        # Zero stands for a sigma that the first round determines.
         return ServerState(weights, {"dual": zeros(weights)}, {"sigma": self.sigma or 0.0})
 
     def open(self, server: ServerState) -> ServerState:
@@ -118,7 +117,7 @@ class Penalised(Algorithm):
         return lr
 
     def close(self, server: ServerState, total: Message, present: Scalar) -> ServerState:
-        """Compute equation (2.9), for one sigma of all clients and alphas that add up to one."""
+        """Compute equation (2.9); all clients share sigma, and the alphas add up to one."""
         weights, duals = {}, {}
         proximal = self.solver().proximal
         numbers = server.numbers["sigma"], self.consensus_decay, self.relative_lr(server)
@@ -195,7 +194,13 @@ class Penalised(Algorithm):
         return {kind: new[kind] for kind in carry if kind in new}
 
     def moved(self, down: Message, moved: Tensors, deltas: Tensors) -> Tensors:
-        r"""Return \(w_i - w\) after a local step that has led to these deltas from `moved`."""
+        r"""Return \(w_i - w\) after a local step.
+
+        Args:
+            down: the message of the server.
+            moved: \(w_i - w\) before the step.
+            deltas: \(\sigma d_i\) after the step.
+        """
         scale = down.numbers["lr"] / down.numbers["sigma"]
         return {name: scale * delta for name, delta in deltas.items()}
 
@@ -217,8 +222,8 @@ class PISA(Penalised):
     r"""Preconditioned Inexact Stochastic ADMM (Algorithm 1) with any preconditioner.
 
     Args:
-        preconditioner: \(Q_i\), one for all parameters. One that needs the loss (`Hessian`) sees
-            it; its clients run in turn, with all samples of a local step in memory at once.
+        preconditioner: \(Q_i\), one for all parameters. With one that needs the loss
+            (`Hessian`) clients run one after the other, with all samples of a local step in memory.
         sigma: \(\sigma^0 > 0\), the penalty, the same for all clients.
         rho: \(\rho \ge 0\), the weight of the preconditioner.
         lr: relative learning rate, a number or a function of the round such as `LinearDecay`: it
@@ -226,7 +231,7 @@ class PISA(Penalised):
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
-        local: what a client does in a round; one full local gradient by default. Several local
+        local: the local work of a client; one full local gradient by default. Several local
             steps are our extension: they go on minimising the client's augmented Lagrangian,
             from \(w_i\) instead of \(w\), before the dual is updated once. The fixed points stay.
     """
@@ -273,7 +278,7 @@ class SISA(Penalised):
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
-        local: what a client does in a round; one full local gradient by default. Several local
+        local: the local work of a client; one full local gradient by default. Several local
             steps are our extension, see `PISA`.
         scheme: `"adagrad"`, `"rmsprop"` or `"adam"`: Schemes I, II and III of equation (4.4).
         beta: \(\beta_i\) of Schemes II and III.
@@ -369,9 +374,9 @@ class MISA(Penalised):
         gamma: growth of the penalty per round, a number in (0, 1] or a rule of `torchpisa.penalty`.
         weight_decay: \(\mu - \lambda\), an L2 term inside every client's objective.
         consensus_decay: \(\lambda\), an L2 term that the server meets at the consensus.
-        local: what a client does in a round; one full local gradient by default.
+        local: the local work of a client; one full local gradient by default.
         match_rms: False for steps of at most 1/rho in spectral norm, whatever the shape.
-        method: how the server computes it; see `torchpisa.preconditioners.Spectral`.
+        method: the server's method of computing it; see `torchpisa.preconditioners.Spectral`.
             `"smooth"`, the default, is cheap and as rough as Muon.
     """
 
@@ -451,7 +456,7 @@ class LocalMISA(MISA):
     Args:
         sigma: \(\sigma^0 > 0\), the penalty; all arguments are those of `MISA`.
         rho: \(\rho \ge 0\): bounds every local step, as it bounds a round of `MISA`.
-        local: what a client does in a round; ten mini-batches by default.
+        local: the local work of a client; ten mini-batches by default.
     """
 
     local: LocalWork = field(default_factory=lambda: Minibatches(steps=10))

@@ -122,7 +122,7 @@ class FedAdagrad(AdaptiveServer):
     Args:
         lr: \(\eta_l\), the clients' learning rate; all other arguments are those of `FedAvg`.
         server_lr: \(\eta\).
-        server_lr_decay: of `server_lr` by round, as in `FedAvgM`.
+        server_lr_decay: decay of `server_lr` by round, as in `FedAvgM`.
         beta1: \(\beta_1\); 0 in the paper's experiments with Adagrad.
         tau: \(\tau\), how adaptive it is: entries that move by much less are not normalised.
     """
@@ -142,7 +142,7 @@ class FedAdam(AdaptiveServer):
     Args:
         lr: \(\eta_l\), the clients' learning rate; all other arguments are those of `FedAvg`.
         server_lr: \(\eta\).
-        server_lr_decay: of `server_lr` by round, as in `FedAvgM`.
+        server_lr_decay: decay of `server_lr` by round, as in `FedAvgM`.
         beta1: \(\beta_1\).
         beta2: \(\beta_2\).
         tau: \(\tau\), how adaptive it is: entries that move by much less are not normalised.
@@ -186,14 +186,14 @@ class ServerMuon(ServerOptimizer):
     Args:
         lr: the clients' learning rate; all other arguments are those of `FedAvg`.
         server_lr: \(\eta\), how far a round moves a matrix in spectral norm.
-        server_lr_decay: of `server_lr` and `vector_lr` by round, as in `FedAvgM`.
+        server_lr_decay: decay of `server_lr` and `vector_lr` by round, as in `FedAvgM`.
         server_momentum: \(\mu\).
         nesterov: orthogonalise \(G + \mu B\); \(B\) if False.
         ns_steps: Newton-Schulz iterations.
         vector_lr: Adam's learning rate, for vectors.
         betas: Adam's.
         eps: Adam's.
-        local: what a client does in a round; one gradient of all its data by default.
+        local: the local work of a client; one gradient of all its data by default.
     """
 
     lr: float = 1.0

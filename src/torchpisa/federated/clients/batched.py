@@ -82,7 +82,7 @@ def group_by_cost(costs: Mapping[int, int], small: int) -> list[list[int]]:
 
     Args:
         costs: samples of each client in a round, its own padding included.
-        small: clients with no more are one group, whatever they have.
+        small: clients with at most so many samples form one group.
     """
     groups: list[list[int]] = []
     largest = 0
@@ -99,11 +99,11 @@ class RoundPlan:
     """The samples of each client in each local step of a round.
 
     Attributes:
-        clients: their indices, on the device.
+        clients: the indices of the clients, on the device.
         index: samples of each step and client, padded to one number.
         mask: one where a sample counts, zero where it is padding.
-        steps: local steps of each client.
-        work: what it costs.
+        steps: the number of local steps of each client.
+        work: the cost of the round.
     """
 
     clients: Tensor
@@ -114,16 +114,16 @@ class RoundPlan:
 
 
 class BatchedClients:
-    """The data of all clients, one after the other in two tensors, and what they remember.
+    """Runs many clients together under `torch.vmap`; see `SequentialClients` for one by one.
 
     Args:
         algorithm: the algorithm.
         objective: the model and the loss.
         data: inputs and targets of each client.
-        memory: what the clients remember.
-        seed: decides the shuffles.
-        alphas: the clients' shares.
-        at_once: how many clients run at once, at most.
+        memory: the memory of the clients.
+        seed: seed of the shuffles.
+        alphas: the shares of the clients.
+        group_size: the largest number of clients that run together.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class BatchedClients:
         memory: MemoryStore,
         seed: int,
         alphas: Tensor,
-        at_once: int,
+        group_size: int,
     ) -> None:
         self._algorithm = algorithm
         self._objective = objective
@@ -149,7 +149,7 @@ class BatchedClients:
         self._cached_plans: tuple[list[int], list[tuple[list[int], RoundPlan]]] | None = None
         self._keys: list[Key] = [(seed, str(client)) for client in range(len(data))]
         self._alphas = alphas.to(self._device)
-        self._at_once = at_once
+        self._group_size = group_size
         self._full_gradients: FullGradients | None = None
         one_by_one = faster_one_by_one(self._device, self._sizes)
         if isinstance(algorithm.local, FullGradient) and one_by_one:
@@ -168,7 +168,7 @@ class BatchedClients:
     def round(
         self, down: Message, present: Sequence[int], iteration: int, late: Collection[int] = ()
     ) -> RoundResult:
-        """Run the clients that are present; the updates of `late` ones are not in the sum."""
+        """Run the clients that are present, and sum up the updates of those that are not late."""
         self._objective.model.train()
         numbers = {  # torch.full, because the host would wait for a copy
             name: torch.full((), float(value), dtype=torch.float64, device=self._device)
@@ -176,7 +176,7 @@ class BatchedClients:
         }
         down = Message(down.tensors, numbers)
         total: Message | None = None
-        held: dict[int, Message] = {}
+        late_updates: dict[int, Message] = {}
         sent, gradients, samples = 0, 0, 0
         for group, plan in self._plans(present, iteration):
             gradients += plan.work.gradients
@@ -185,11 +185,11 @@ class BatchedClients:
             sent += update.bytes
             for row, client in enumerate(group):
                 if client in late:
-                    held[client] = tree_map(lambda t, row=row: t[row].clone(), update)
+                    late_updates[client] = tree_map(lambda t, row=row: t[row].clone(), update)
             summed = self._weighted_sum(update, group, plan, late)
             if summed is not None:
                 total = summed if total is None else tree_map(torch.add, total, summed)
-        return RoundResult(total, held, sent, RoundWork(gradients, samples))
+        return RoundResult(total, late_updates, sent, RoundWork(gradients, samples))
 
     def _plans(
         self, present: Sequence[int], iteration: int
@@ -209,8 +209,8 @@ class BatchedClients:
         costs = {c: len(plan) * max(map(len, plan)) for c, plan in plans.items()}
         small = SMALL_ON_GPU if self._device.type == "cuda" else SMALL
         for alike in group_by_cost(costs, small):
-            for start in range(0, len(alike), self._at_once):
-                group = alike[start : start + self._at_once]
+            for start in range(0, len(alike), self._group_size):
+                group = alike[start : start + self._group_size]
                 yield group, self._make_plan(group, [plans[c] for c in group])
 
     def _make_plan(self, clients: list[int], plans: list[list[Tensor]]) -> RoundPlan:

@@ -17,8 +17,8 @@ def sample_count(data: Data) -> int:
     """Return the number of samples.
 
     Raises:
-        TypeError: this is neither a pair of tensors nor a map-style dataset.
-        ValueError: there are none, or the lengths differ.
+        TypeError: the data are neither a pair of tensors nor a map-style dataset.
+        ValueError: there are no samples, or the lengths of the tensors differ.
     """
     pair = isinstance(data, tuple) and len(data) == 2
     indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")

@@ -14,7 +14,7 @@ from torchpisa.federated.clients.objective import Objective
 
 __all__ = ["FullGradients", "faster_one_by_one"]
 
-LARGE_CLIENT = 512  # samples with which the kernels of a single client fill the device
+LARGE_CLIENT = 512  # samples with which a single client keeps a GPU busy
 MAX_RECORDED = 8  # groups of clients with a graph, each of which holds a backward pass's memory
 MAX_COUNTED = 1024  # groups of clients whose calls are counted
 
@@ -22,8 +22,8 @@ MAX_COUNTED = 1024  # groups of clients whose calls are counted
 def faster_one_by_one(device: torch.device, sizes: Sequence[int]) -> bool:
     """Return True if clients run faster one after the other than stacked.
 
-    Stacking pads all to the size of the largest, and per-client gradients of convolutions have slow
-    kernels; on the other hand small batches leave a GPU idle.
+    Stacking pads all clients to the largest, and per-client gradients of convolutions have slow
+    kernels. But small batches leave a GPU idle.
     """
     return device.type == "cuda" and sum(sizes) >= LARGE_CLIENT * len(sizes)
 

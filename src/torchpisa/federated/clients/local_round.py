@@ -17,11 +17,11 @@ __all__ = ["RoundResult", "RoundWork", "local_round", "mean_gradient"]
 
 
 class RoundWork(NamedTuple):
-    """The cost of a round, of all its clients together.
+    """The cost of a round, over all its clients.
 
     Attributes:
-        gradients: gradients evaluated, of a mini-batch or of all data.
-        samples: gradients evaluated, of single samples.
+        gradients: the number of gradients evaluated, each of a mini-batch or of all data.
+        samples: the number of samples in those gradients.
     """
 
     gradients: int
@@ -29,13 +29,14 @@ class RoundWork(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """What the clients of a round did.
+    """The result of a round at its clients.
 
     Attributes:
-        total: the sum of alpha times the update, over those that are in time; None if none is.
-        late: the updates of the others.
-        sent: bytes that all of them sent.
-        work: what it cost.
+        total: the sum of alpha times the update over the clients that are not late; None if all
+            are.
+        late: the updates of late clients, by client.
+        sent: the bytes that all clients sent.
+        work: the cost of the round.
     """
 
     total: Message | None
@@ -60,13 +61,13 @@ def local_round(
         algorithm: the algorithm.
         objective: the model, on the device of the tensors, and the loss.
         data: the client's data.
-        down: what the server broadcast.
-        memory: what the client remembers, at first `algorithm.remember(weights)`. Not modified.
-        key: seed and the client's name, which decide how its data is shuffled.
-        iteration: rounds closed before this one.
+        down: the message of the server.
+        memory: the client's memory, at first `algorithm.remember(weights)`; not modified.
+        key: seed and name of the client, for its shuffles.
+        iteration: the number of rounds before this one.
 
     Returns:
-        What goes to the server, the new memory, and what it cost.
+        The update for the server, the new memory, and the cost.
     """
     plan = algorithm.local.plan(sample_count(data), key, iteration)
     objective.model.train()
@@ -102,7 +103,7 @@ def _local_steps(
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed what is random in a model, such as dropout, so that a round can be repeated."""
+    """Seed the random parts of a model, such as dropout, so that a round can be repeated."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         # Not torch.manual_seed: it seeds every kind of device, which takes a millisecond.
         torch.default_generator.manual_seed(seed)

@@ -34,7 +34,7 @@ HEAD = struct.Struct("<QQ")  # of a record: its client, and a number drawn when 
 
 
 class MemoryStore(Protocol):
-    """What each client remembers; a client that was never saved has the initial memory."""
+    """A store for the memories of all clients; a client starts with the initial memory."""
 
     def load(self, clients: Sequence[int]) -> Fields:
         """Return a copy of the memory of each of `clients`, stacked in that order."""
@@ -45,15 +45,15 @@ class MemoryStore(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs, in this process or another; to be copied."""
+        """Return the entries for `load_state_dict`, which the caller must copy."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a `state_dict`; raise ValueError, unchanged, if that is not possible."""
+        """Restore a `state_dict`; raise ValueError, without a change, if that is not possible."""
         ...
 
     def release(self) -> None:
-        """Forget all states but the last `state_dict`, which has been written to disk."""
+        """Free what only earlier states need; called once the last one has been written to disk."""
         ...
 
 
@@ -62,7 +62,7 @@ class TensorMemoryStore:
 
     Args:
         initial: the memory of a client before its first round.
-        clients: how many there can be.
+        clients: the largest number of clients.
     """
 
     def __init__(self, initial: Fields, clients: int) -> None:
@@ -123,17 +123,16 @@ class TensorMemoryStore:
 
 
 class FileMemoryStore:
-    """Memories in one file, of which only those of a round's clients are in memory.
+    """Memories in a file; only those of the current clients are in RAM.
 
-    The file holds records of one size. What a state refers to is never overwritten: a client that
-    is saved again gets another record, and its old one is free once `release` says that a later
-    state is on disk. So a process that is killed at any time can go on from the last state that was
-    written. Records are read and written by position; pages of a mapped file would count as memory
-    of the process.
+    The file holds records of one size. A record that a state refers to is never overwritten: a
+    client that is saved again gets a new record, and the old one is free once `release` says that a
+    later state is on disk. So a process can be killed at any time and continue from the last state.
+    The file is not memory-mapped, because its pages would count as memory of the process.
 
     Args:
         initial: the memory of a client before its first round.
-        folder: where the file lies. It is made with the first record.
+        folder: the folder of the file, made with the first record.
     """
 
     def __init__(self, initial: Fields, folder: str | os.PathLike[str]) -> None:
@@ -143,7 +142,7 @@ class FileMemoryStore:
         self._file: BinaryIO | None = None
         self._records: dict[int, tuple[int, int]] = {}  # slot and drawn number by client
         self._free: list[int] = []
-        self._retired: list[int] = []  # replaced, but a state refers to them
+        self._retired: list[int] = []  # replaced, but a state still refers to them
         self._fresh: set[int] = set()  # written since the last state
         self._slots = 0
         self._buffer = bytearray()  # kept, because new pages take as long as copying
@@ -253,7 +252,7 @@ class FileMemoryStore:
         return loaded
 
     def _room(self, records: int) -> memoryview:
-        """Return room for some records; the next call gives the same bytes."""
+        """Return a buffer for some records; the next call returns the same memory."""
         if len(self._buffer) < records * self._size:
             self._buffer = bytearray(records * self._size)
         return memoryview(self._buffer)[: records * self._size]
@@ -293,7 +292,7 @@ class FileMemoryStore:
                 "later checkpoint has replaced it. Load the last one"
             )
 
-    # The file: one process has it open, and no run overwrites what a state of another refers to.
+    # The file: only one process has it open, and no run overwrites the records of another.
 
     def _opened(self) -> BinaryIO:
         if self._file is None:
@@ -359,7 +358,7 @@ class FileMemoryStore:
 
 
 _in_use: WeakValueDictionary[str, FileMemoryStore] = WeakValueDictionary()
-"""The stores of this process that have their file open, by its path."""
+"""The stores of this process with an open file, by path."""
 
 
 def _index(rows: Sequence[int], fields: Fields) -> Tensor:

@@ -15,15 +15,15 @@ __all__ = ["SequentialClients"]
 
 
 class SequentialClients:
-    """The data of all clients, and what they remember.
+    """Runs the clients of a round one after the other; see `BatchedClients` for many at a time.
 
     Args:
         algorithm: the algorithm.
         objective: the model and the loss.
         data: the data of each client.
-        memory: what the clients remember.
-        seed: decides the shuffles.
-        alphas: the clients' shares.
+        memory: the memory of the clients.
+        seed: seed of the shuffles.
+        alphas: the shares of the clients.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class SequentialClients:
     def round(
         self, down: Message, present: Sequence[int], iteration: int, late: Collection[int] = ()
     ) -> RoundResult:
-        """Run the clients that are present; the updates of `late` ones are not in the sum."""
+        """Run the clients that are present, and sum up the updates of those that are not late."""
         total: Message | None = None
-        held: dict[int, Message] = {}
+        late_updates: dict[int, Message] = {}
         sent, gradients, samples = 0, 0, 0
         for client in present:
             loaded: Fields = tree_map(lambda t: t[0], self._memory.load([client]))
@@ -65,7 +65,7 @@ class SequentialClients:
             gradients += work.gradients
             samples += work.samples
             if client in late:
-                held[client] = update
+                late_updates[client] = update
             else:
                 total = add(total, update, self._alphas[client])
-        return RoundResult(total, held, sent, RoundWork(gradients, samples))
+        return RoundResult(total, late_updates, sent, RoundWork(gradients, samples))

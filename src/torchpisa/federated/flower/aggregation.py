@@ -1,4 +1,4 @@
-"""The sum of a round, which an update can touch only after it was checked."""
+"""Check the updates of a round, and sum up those that pass."""
 
 import logging
 import math
@@ -31,14 +31,14 @@ _log = logging.getLogger("flwr.torchpisa")
 
 @dataclass(frozen=True)
 class Round:
-    """The clients of a round, by what became of their updates.
+    """The clients of a round, grouped by the fate of their updates.
 
     Attributes:
-        number: from 1.
-        present: clients whose update was taken.
-        absent: clients that were to take part and did not, those rejected included.
-        rejected: why an update was not taken, by client.
-        late: by how many rounds an update was late, by client; these are among those present.
+        number: the number of the round, from 1.
+        present: clients with an accepted update.
+        absent: clients of the round without one, rejected clients included.
+        rejected: reasons for rejected updates, by client.
+        late: the number of rounds by which an update was late, by client; these are present too.
     """
 
     number: int
@@ -51,19 +51,19 @@ class Round:
 class RoundAggregation:
     """The updates of one round, checked and summed up.
 
-    The sum is kept in float64, so that the order of arrival does not show in float32. Updates are
-    added as they arrive and forgotten, unless the screen has nothing to compare them with yet or
-    finds them too large; those are judged again when all have arrived.
+    The sum is in float64, so that the order of arrival does not change the result in float32.
+    Updates are added as they arrive and then dropped. Only those that the screen finds too large,
+    or cannot compare yet, are kept and judged again when all have arrived.
 
     Args:
         algorithm: the algorithm.
-        server: as the round was opened with.
-        screen: what is too large.
-        samples: of every client.
-        seed: of the training.
-        ledger: where updates that were taken are entered, if anywhere.
+        server: the server as the round began.
+        screen: limits on the size of updates.
+        samples: the samples of every client.
+        seed: the seed of the training.
+        ledger: a ledger of accepted updates, or None.
         judge: rejects updates that no honest client would send, once all have arrived.
-        shares: of every client; those of its samples by default.
+        shares: the share of every client; by default that of its samples.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class RoundAggregation:
 
     @property
     def usable(self) -> int:
-        """Return how many updates can be used so far, as far as is known."""
+        """Return the number of updates that seem usable so far."""
         return len(self.present) + len(self._held_back)
 
     @property
     def late(self) -> dict[str, int]:
-        """Return by how many rounds updates that were taken are late."""
+        """Return the number of rounds by which accepted updates were late."""
         ages = {name: self._server.iteration - self.iterations[name] for name in self.present}
         return {name: age for name, age in ages.items() if age}
 
     def receive(self, name: str, reply: flwr.app.Message, counting: range | None = None) -> None:
-        """Add an answer to the sum, or note why it cannot be used.
+        """Add an answer to the sum, or record why it cannot be used.
 
         Args:
             name: the client.
@@ -230,7 +230,7 @@ class RoundAggregation:
         """Return the sum of the accepted updates times their shares, and the sum of the shares.
 
         Args:
-            asked: how many clients were asked for an update, those without an answer included.
+            asked: the number of clients that were asked, those without an answer included.
         """
         if self._screen.outgrown(list(self._sizes.values()), asked, self._scale):
             _log.warning(

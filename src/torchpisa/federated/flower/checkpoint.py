@@ -1,4 +1,4 @@
-"""The checkpoint of a server, and the lock that keeps a second run away from it."""
+"""The checkpoint of a server, and a lock against two runs with the same one."""
 
 import json
 import math
@@ -23,7 +23,7 @@ __all__ = ["Checkpoint", "ClientRecord", "InUseError", "load", "locked", "read",
 
 
 class InUseError(RuntimeError):
-    """A checkpoint that another run is writing."""
+    """Raised if another run is using the checkpoint."""
 
 
 @dataclass
@@ -31,11 +31,11 @@ class ClientRecord:
     """The part of a client that outlives a run.
 
     Attributes:
-        samples: how many it has.
+        samples: the number of its samples.
         accepted: iteration of the last update taken from it, -1 before the first.
         life: the number of times it was restarted with an empty memory.
         key: fingerprint of the public key of its node.
-        counted: the number of samples that its share is computed from, if not what it has.
+        counted: the number of samples for its share, if it is not `samples`.
     """
 
     samples: int
@@ -55,16 +55,16 @@ class Checkpoint:
     """The state of a server between two rounds.
 
     Attributes:
-        training: the id of the training, by which clients tell two of them apart.
+        training: the id of the training.
         server: weights, memory and numbers.
-        clients: by name.
-        ledger: what each client has added to the server's memory; see `Ledger`.
+        clients: the clients, by name.
+        ledger: the contributions of each client to the server's memory; see `Ledger`.
         sizes: sizes of the updates of recent rounds, for the screen.
         evicted: clients that are not let in again.
         lives: the next `life` of clients that have left, which voids their memory.
-        judge: what a robust selection knows about the clients, if there is one.
+        judge: the state of the `Judge`, if there is one.
         largest_count: the number of samples that a client counts with at most.
-        spent: what is revealed about each client; see `PrivacyAccount`.
+        spent: the privacy loss of each client; see `PrivacyAccount`.
         generation: the number of times that the checkpoint was written.
         run: Flower's id of the run that wrote it.
         setting: algorithm and seed, which must stay the same.
@@ -146,11 +146,11 @@ def load(file: Path, algorithm: Algorithm, seed: int, weights: Tensors) -> Check
 
 @contextmanager
 def locked(file: Path, run: str) -> Iterator[None]:
-    """Keep other runs away from a checkpoint until the process ends, however it ends.
+    """Lock a checkpoint against other runs, at most until the process ends.
 
     Args:
         file: the checkpoint.
-        run: Flower's id of this run, which others are told.
+        run: Flower's id of this run, for the error message of others.
 
     Raises:
         InUseError: another run holds it.

@@ -1,4 +1,4 @@
-"""A client: a `ClientApp` made of a model, data and an algorithm."""
+"""The Flower `ClientApp` for a model, data and an algorithm of `torchpisa.federated`."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -61,17 +61,17 @@ def client_app(
     Args:
         model: builds the network, on the device to train on. Initial weights come from the
             server, except for parameters that require no gradient: those stay as built.
-        data: loads what this client has: `(inputs, targets)`, or a map-style dataset of such
+        data: loads the data of this client: `(inputs, targets)`, or a map-style dataset of such
             pairs. Called once per process and client.
-        algorithm: that of the server, or a function that reads it from `context.run_config`. If
-            the two differ, the client refuses to train.
-        loss: from outputs and targets to one loss per sample.
-        folder: where the client keeps its memory (duals, moments, control variates) between
+        algorithm: the algorithm of the server, or a function that reads it from
+            `context.run_config`. If the two differ, the client refuses to train.
+        loss: a function of outputs and targets that returns one loss per sample.
+        folder: the folder of the client's memory (duals, moments, control variates) between
             rounds; a path, or a function of the context. Without one it is kept in Flower's
             `context.state`, which is lost with the SuperNode or the run: good for simulations.
         evaluate: measures the global model on the client's data when the server asks for it.
-        privacy: clips and blurs every update before it leaves the client.
-        mods: Flower's, or your own. Those that change the arrays of an answer (differential
+        privacy: clipping and noise for every update before it leaves the client.
+        mods: mods of Flower or your own. Those that change the arrays of an answer (differential
             privacy, secure aggregation) are refused.
 
     Returns:
@@ -208,7 +208,7 @@ class _Client:
 
 
 def client_name(context: Context) -> str:
-    """Return the client's name. A node id would not do: it changes at a restart without a key."""
+    """Return the client's name; not the node id, which changes at a restart without a key."""
     for key in ("name", "partition-id"):
         if key in context.node_config:
             return str(context.node_config[key])

@@ -65,7 +65,7 @@ class ClientMemory:
 
         Args:
             accepted: iteration of the last update that the server took.
-            iteration: of the update that it asks for now.
+            iteration: the iteration of the update that it requests.
             life: the number of times that the server has restarted this client.
             oldest: iteration of the oldest update that the server would take.
         """
@@ -77,7 +77,7 @@ class ClientMemory:
 
         Args:
             accepted: iteration of the last update that the server took.
-            iteration: of the update that it asks for now.
+            iteration: the iteration of the update that it requests.
             life: the number of times that the server has restarted this client. If it has grown,
                 the server has taken out what this client contributed, and the memory is void.
         """
@@ -132,7 +132,7 @@ class FolderMemoryStore:
     """A file per training and client, which outlives the SuperNode and the run.
 
     Args:
-        folder: of this SuperNode, or of several on one machine.
+        folder: the folder of this SuperNode, or of several on one machine.
         training: the training, which the server has named.
         name: the client.
     """
@@ -166,7 +166,7 @@ class RunMemoryStore:
     It keeps no answers: whoever could ask for one again has lost the rest as well.
 
     Args:
-        context: of the message.
+        context: the context of the message.
         like: the memory of a client before its first round.
     """
 

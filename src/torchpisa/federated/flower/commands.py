@@ -24,7 +24,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class CommandError(Exception):
-    """A command that cannot be carried out."""
+    """Raised if a command cannot be carried out."""
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}

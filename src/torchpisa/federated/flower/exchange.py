@@ -1,4 +1,4 @@
-"""Messages to clients and their replies: few at a time, and always with a limit."""
+"""Send messages to clients and read their replies: few at a time, and with limits."""
 
 import logging
 import time
@@ -43,7 +43,7 @@ TOO_LARGE = "is larger than"
 
 
 class PullError(ValueError):
-    """A reply that Flower cannot decode."""
+    """Raised for a reply that Flower cannot decode."""
 
 
 def exchange(
@@ -57,19 +57,18 @@ def exchange(
 ) -> Iterator[Message]:
     """Send messages and yield the replies as they arrive, until all are there or time is up.
 
-    `Grid.send_and_receive` holds all replies in memory, looks for them every three seconds, waits
-    up to two hours for the parts of one that was announced, and fails altogether if one cannot be
-    decoded. Here a reply that cannot be decoded affects at most the clients that were asked for in
-    the same request, which only happens with many clients, and only for this round.
+    `Grid.send_and_receive` holds all replies in memory, polls every three seconds, waits up to two
+    hours for the parts of an announced reply, and fails completely if one cannot be decoded. Here
+    such a reply affects at most the clients in the same request, and only for this round.
 
     Args:
-        grid: Flower's.
+        grid: Flower's grid.
         messages: the messages, sent one by one.
         seconds: the time to wait in all.
         poll: seconds between two requests for replies.
-        inbox: reads the replies. It may hold parts of replies to messages that were sent before.
-        sent_before: ids of such messages, whose replies are expected as well.
-        enough: returns True if no more replies are needed. Those that were read are yielded first.
+        inbox: reads the replies. It may hold parts of replies to earlier messages.
+        sent_before: ids of earlier messages whose replies are expected as well.
+        enough: returns True if no more replies are needed. Replies read so far are yielded first.
     """
     end = time.monotonic() + seconds
     waiting = {message_id for message in messages if (message_id := send(grid, message))}
@@ -111,12 +110,12 @@ def send(grid: Grid, message: Message) -> str | None:
 
 @dataclass
 class _AnnouncedReply:
-    """A reply that the SuperLink has announced, and whose parts are being fetched.
+    """An announced reply whose parts are being fetched.
 
     Attributes:
         metadata: Flower's metadata of the message.
         parts: the ids of its parts.
-        contents: the parts that were fetched.
+        contents: the parts fetched so far.
     """
 
     metadata: Any
@@ -127,8 +126,8 @@ class _AnnouncedReply:
 class Inbox:
     """A reader of replies that stops at a limit of bytes.
 
-    `Grid.pull_messages` reads whatever a client has sent, and waits for what it has not. Where
-    the grid is a connection to a SuperLink, its requests are made here one by one instead.
+    `Grid.pull_messages` reads replies of any size, and waits for missing parts. If the grid is a
+    connection to a SuperLink, this class makes its requests one by one instead.
 
     Args:
         limit: bytes that an answer may have.
@@ -139,13 +138,13 @@ class Inbox:
         self._arriving: dict[str, _AnnouncedReply] = {}
 
     def expect(self, message_ids: set[str]) -> None:
-        """Forget what has arrived of replies to other messages."""
+        """Drop parts of replies to other messages."""
         self._arriving = {
             name: self._arriving[name] for name in message_ids & self._arriving.keys()
         }
 
     def pull(self, grid: Grid, message_ids: list[str]) -> list[Message]:
-        """Return the replies to messages, as far as they have arrived."""
+        """Return the replies that have arrived."""
         client = getattr(grid, "_runtime_client", None)
         try:
             if client is None:

@@ -1,11 +1,11 @@
-"""A gate in front of a SuperLink that lets SuperNodes in, and nothing else.
+"""A gate in front of a SuperLink that admits SuperNodes only.
 
 In Flower 1.41 one port of the SuperLink serves three interfaces: Fleet (for SuperNodes), Control
-(`flwr run`, `flwr supernode register`) and Runtime (for the processes of apps). Control asks
-nobody who they are, so whoever reaches that port can register a key and run an app on every
-machine of the federation. The SuperLink therefore listens on the loopback interface only, and
-this process listens on the network. It forwards the calls of SuperNodes, one by one and limited
-in size, and answers everything else with 404.
+(`flwr run`, `flwr supernode register`) and Runtime (for the processes of apps). Control does not
+authenticate: anybody who reaches that port can register a key and run an app on every machine of
+the federation. So the SuperLink listens on the loopback interface only, and this process listens
+on the network. It forwards the calls of SuperNodes, one by one and limited in size, and answers
+everything else with 404.
 """
 
 import logging
@@ -66,10 +66,10 @@ _MAX_NODES = 100_000
 
 
 class RefusedError(Exception):
-    """A request that is not forwarded.
+    """Raised for a request that is not forwarded.
 
     Attributes:
-        status: of HTTP.
+        status: the HTTP status.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -82,8 +82,8 @@ class _NodeLimits:
     """The state of a key at the gate.
 
     Attributes:
-        accepted: whether the SuperLink has accepted it.
-        bytes_left: bytes that its reply may still have.
+        accepted: True if the SuperLink has accepted the key.
+        bytes_left: the bytes that its reply may still have.
     """
 
     accepted: bool = False
@@ -230,7 +230,7 @@ def run_gate(
         port: the port to listen on.
         root_certificates: the authority that has signed the SuperLink's certificate.
         certificate: shown to SuperNodes.
-        key: of that certificate.
+        key: the key of that certificate.
         max_reply: bytes that a SuperNode may send for every message it was given.
     """
     trust = ssl.create_default_context(cafile=str(root_certificates))

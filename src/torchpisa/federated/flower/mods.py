@@ -1,4 +1,4 @@
-"""Flower's mods that would corrupt what clients send."""
+"""Refuse mods of Flower that would corrupt updates."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _REFUSED = {
 
 
 def check_mods(mods: Sequence[Callable[..., Any]]) -> None:
-    """Raise ValueError for a Flower mod that would corrupt what clients send."""
+    """Raise ValueError for a mod of Flower that would corrupt updates."""
     for mod in mods:
         name = getattr(mod, "__name__", type(mod).__name__)
         if name in _REFUSED:

@@ -1,8 +1,7 @@
-"""Conversion between our messages and Flower's records. Nothing from the network is trusted.
+"""Convert between our messages and Flower's records, without trusting the network.
 
-Flower stores and sends every array of a message as objects of their own, one request each and
-several times over, so the tensors of a field travel as one flat array per dtype. The record `HEAD`
-says how they are laid out, and carries everything else that a message is about.
+Flower sends every array of a message with requests of its own. So the tensors of a field travel as
+one flat array per dtype. The record `HEAD` holds their layout and all other entries of a message.
 """
 
 import hashlib
@@ -50,11 +49,11 @@ Layout = list[tuple[str, str, list[int]]]
 
 
 class PayloadError(ValueError):
-    """A message from the network that cannot be used."""
+    """Raised for a message that cannot be used."""
 
 
 class OversizeError(PayloadError):
-    """A message that is too large, and was not read."""
+    """Raised for a message that is too large, before it is read."""
 
 
 def arrays(model: nn.Module) -> ArrayRecord:
@@ -215,7 +214,7 @@ def _unflatten(record: ArrayRecord, layout: Layout) -> Tensors:
 
 
 def _read_array(array: Array, dtype: str, count: int) -> Tensor:
-    """Read an .npy file without trusting what it says about its size."""
+    """Read an .npy file without trusting its header."""
     stream = io.BytesIO(array.data)
     try:
         version = np.lib.format.read_magic(stream)
@@ -235,7 +234,7 @@ def _read_array(array: Array, dtype: str, count: int) -> Tensor:
 
 
 def read_head(content: RecordDict) -> ConfigRecord:
-    """Return the record that says what a message is about."""
+    """Return the head of a message."""
     record = content.config_records.get(HEAD)
     if record is None:
         raise PayloadError(f"record {HEAD!r} is missing")

@@ -23,11 +23,11 @@ _INTRODUCTION = 1024 * 1024
 
 @dataclass
 class Client(ClientRecord):
-    """A client as the server knows it in this run.
+    """A client in this run, as the server sees it.
 
     Attributes:
-        name: who it is, whatever its node id.
-        node: the node that speaks for it, if one has introduced itself in this run.
+        name: its name, which does not depend on its node.
+        node: its node, if one has registered for it in this run.
     """
 
     name: str = ""
@@ -35,19 +35,19 @@ class Client(ClientRecord):
 
     @property
     def record(self) -> ClientRecord:
-        """Return what is kept from run to run."""
+        """Return the record of the client for a checkpoint."""
         return ClientRecord(self.samples, self.accepted, self.life, self.key, self.counted)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Rules of who is let in.
+    """Rules for admitting clients.
 
     Attributes:
-        samples: the numbers of samples that count, by client; others are not let in. None
-            believes what clients say, within `max_share`.
-        max_share: the largest part of all samples that one of three or more clients may claim.
-        bind_names: whether a name belongs to the key that first introduced itself with it.
+        samples: the number of samples of each admitted client; others are refused. None admits
+            all clients and believes their numbers, within `max_share`.
+        max_share: the largest share of all samples that one of three or more clients may report.
+        bind_names: True if a name belongs to the key that first registered it.
     """
 
     samples: Mapping[str, int] | None = None
@@ -56,21 +56,21 @@ class Admission:
 
 
 class Roster:
-    """The clients, and the nodes that were asked to introduce themselves.
+    """The registered clients, and the nodes that were asked to register.
 
     Args:
-        patience: seconds after which a node that has not introduced itself is asked again.
+        patience: seconds after which a node that has not registered is asked again.
         on_join: called with a new client before it is registered.
-        admission: who is let in.
+        admission: rules for admission.
 
     Attributes:
-        clients: by name.
+        clients: the clients, by name.
         online: the nodes that are online.
-        refused: the reason why a node was not let in, by node.
-        evicted: names that are not let in.
+        refused: reasons for refusing nodes, by node.
+        evicted: names that are refused.
         lives: the next `life` of clients that have left.
-        put_aside: the reason why a client is no longer asked in this run, by name.
-        started: whether training has begun. Before that, shares are not known yet.
+        put_aside: reasons for not asking clients again in this run, by name.
+        started: True once training has begun. Before that, shares are unknown.
         largest_count: the number of samples that a client counts with at most; see `limit_counts`.
     """
 
@@ -113,7 +113,7 @@ class Roster:
         return {name: client.weight / total for name, client in self.clients.items()}
 
     def limit_counts(self, largest: float) -> None:
-        """Let no client count with more samples, unless the operator has said how many it has."""
+        """Limit the samples that count for a client, unless the operator has given its number."""
         if self._admission.samples is None:
             self.largest_count = largest
             for client in self.clients.values():
@@ -134,7 +134,7 @@ class Roster:
         return [client for client in candidates if client.node in self.online]
 
     def update(self, grid: Grid) -> None:
-        """Look for nodes, ask new ones to introduce themselves, read replies; do not wait."""
+        """Find nodes, ask new ones to register, and read replies, without waiting."""
         self._keys = _online(grid)
         self.online = set(self._keys)
         self._asked = {node: asked for node, asked in self._asked.items() if node in self.online}
@@ -173,7 +173,7 @@ class Roster:
         self._register(node, *introduction)
 
     def _note_failure(self, node: int, error: Exception) -> None:
-        """Note that a node has not introduced itself. It is asked again, when it may be mended."""
+        """Record that a node has failed to register; it is asked again later."""
         self._asked[node] = None, self._asked[node][1]
         _log.warning("node %d has not introduced itself: %s", node, error)
 
@@ -208,7 +208,7 @@ class Roster:
             )
 
     def _sample_count(self, node: int, name: str, claimed: int) -> int | None:
-        """Return the number of samples to count for a client, or None if it is not let in."""
+        """Return the number of samples that count for a client, or None if it is refused."""
         if name in self.evicted:
             self._refuse(node, f"client {name!r} was evicted")
             return None
@@ -244,7 +244,7 @@ class Roster:
         )
 
     def _drop_largest_claims(self) -> None:
-        """Remove clients that claim too large a share, before training starts."""
+        """Remove clients that report too large a share, before training starts."""
         while len(self.clients) >= 3:
             largest = max(self.clients.values(), key=lambda client: client.samples)
             if not self._exceeds_share(largest.samples, self.samples):

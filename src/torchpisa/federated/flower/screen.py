@@ -1,4 +1,4 @@
-"""The screen that keeps updates of the wrong size away from the global model."""
+"""Reject updates that are too large, before they reach the global model."""
 
 import math
 from collections import deque
@@ -17,28 +17,27 @@ Sizes = dict[str, float]
 class Screen:
     """A limit on the size of updates.
 
-    Names, shapes, dtypes and finiteness of an update are checked anyway. What is measured is the
-    norm of the dual that an update would leave the client with (Scaffold: the control variate;
-    FedAvg, FedProx, FedNova: the movement). It is compared with the median over the updates of
-    this round and of recent ones: all that arrived. Of an even number, the lower one is the median,
-    so that one sane client of two is enough. As long as there are no recent ones, updates are held
-    back until all have arrived or the deadline has passed; later ones are judged, and summed up, as
-    they arrive.
+    Names, shapes, dtypes and finiteness of an update are always checked. The size of an update is
+    the norm of the client's dual after it (Scaffold: the control variate; FedAvg, FedProx, FedNova:
+    the movement). It is compared with the median over all updates of this round and of recent ones.
+    Of an even number, the lower middle one is the median, so that one honest client of two is
+    enough. Without recent rounds, updates are held back until all have arrived or the deadline has
+    passed. Later ones are judged, and summed up, as they arrive.
 
-    A jump that most clients share is not an attack: when more than half of those asked, and at
-    least two, are too large beside recent rounds, because a schedule has raised `lr` for instance,
+    A jump that most clients share is not an attack, for instance if a schedule has raised `lr`. If
+    the updates of more than half of the clients of a round, and of at least two, are too large,
     recent rounds are forgotten and the updates are compared with each other.
 
-    A majority of clients that lie, or a lie within the limits, is not found out. But the dual of
-    a client that lies in every round is never larger than `largest` times that of an honest one.
+    The screen does not detect a majority of lying clients, or a lie within the limits. But the dual
+    of a client that lies in every round is at most `largest` times that of an honest one.
 
     Args:
-        largest: updates larger than so many times the median are rejected. The default is what
-            `benchmarks/screen.py` found: see the page on Flower.
+        largest: updates larger than so many times the median are rejected. The default is from
+            `benchmarks/screen.py`, see the page on Flower.
         ceiling: updates larger than so many times the weights (their norm plus the root of their
             number, times sigma if that is larger than 1) are rejected even if there is nothing to
             compare with.
-        rounds: how many rounds back the median looks.
+        rounds: the number of recent rounds in the median.
     """
 
     def __init__(self, largest: float = 3.0, ceiling: float = 1e3, rounds: int = 5) -> None:
@@ -64,12 +63,12 @@ class Screen:
         self._recent.extend(history)
 
     def complaint(self, size: Sizes, others: list[Sizes], weight_scale: float = 1.0) -> str | None:
-        """Return what is wrong with an update of this size, or None.
+        """Return the reason for rejecting an update of this size, or None.
 
         Args:
-            size: of the update.
+            size: the size of the update.
             others: sizes that arrived in this round so far, its own included.
-            weight_scale: what the ceiling is a multiple of.
+            weight_scale: the unit of `ceiling`.
         """
         ceiling = self.ceiling * weight_scale
         for name, value in size.items():
@@ -89,9 +88,9 @@ class Screen:
 
         Args:
             seen: sizes that arrived in the round.
-            asked: how many clients were asked for an update, those without an answer included. A
+            asked: the number of clients that were asked for an update, with or without an answer. A
                 majority of the answers alone could be one client's, while the others are away.
-            weight_scale: what the ceiling is a multiple of.
+            weight_scale: the unit of `ceiling`.
         """
         ceiling = self.ceiling * weight_scale
         larger = sum(
@@ -101,11 +100,11 @@ class Screen:
         return larger >= 2 and larger > asked / 2
 
     def forget(self) -> None:
-        """Forget recent rounds, after which sizes are compared within the round only."""
+        """Forget recent rounds, so that sizes are compared within the round only."""
         self._recent.clear()
 
     def close(self, seen: list[Sizes]) -> None:
-        """Remember the sizes of a round."""
+        """Add the sizes of a round to the history."""
         if seen:
             self._recent.append(seen)
 
@@ -120,7 +119,7 @@ def norms(fields: Fields) -> Sizes:
 
 
 def weight_scale(server: ServerState) -> float:
-    """Return the size that `ceiling` of `Screen` is a multiple of."""
+    """Return the unit of `Screen.ceiling`."""
     count = sum(w.numel() for w in server.weights.values())
     return (_norm(server.weights) + math.sqrt(count)) * max(1.0, server.numbers.get("sigma", 1.0))
 

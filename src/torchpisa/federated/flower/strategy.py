@@ -1,4 +1,4 @@
-"""The server: a Flower strategy for every algorithm of `torchpisa.federated`."""
+"""The Flower strategy, which is the server of every algorithm of `torchpisa.federated`."""
 
 import logging
 import os
@@ -45,28 +45,28 @@ _log = logging.getLogger("flwr.torchpisa")
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 _CLOCK_SKEW = 60.0
-"""Seconds by which the clocks of two machines may differ; messages stay valid that much longer."""
+"""Seconds by which the clocks of two machines may differ; messages stay valid so much longer."""
 
 _MAX_STRIKES = 2
 """Oversized answers in a row after which a client is put aside."""
 
 _LOW_SHARE = 0.5
-"""Share of the samples below which a round is worth a warning."""
+"""Share of the samples below which a round triggers a warning."""
 
 
 class NobodyTrainsError(RuntimeError):
-    """A round in which every client that could be asked has refused."""
+    """Raised if all reachable clients refuse to train."""
 
 
 class TrainRequest(NamedTuple):
     """A train message that was sent.
 
     Attributes:
-        metadata: of the message; its id is not known before it is sent.
+        metadata: metadata of the message; its id is not known before it is sent.
         client: the client's name.
-        node: the node that spoke for the client.
-        iteration: of the update that was asked for.
-        exchange: how many times the server had exchanged messages before.
+        node: the client's node.
+        iteration: the iteration of the requested update.
+        exchange: the number of exchanges of messages before this one.
     """
 
     metadata: Metadata
@@ -79,51 +79,54 @@ class TrainRequest(NamedTuple):
 class FederatedStrategy(Strategy):
     r"""A Flower strategy for any algorithm of `torchpisa.federated`.
 
-    Before the first round, nodes are asked for the name and the number of samples of their client,
-    since \(\alpha_i = n_i / n\) must be known. From then on a client that is not there, too late,
-    or has sent something unusable is absent: it stays in the sums with what it last contributed,
-    and the round goes on. Clients that join later are admitted. A round in which nothing usable
-    came is tried again, and does not count; if everybody refuses, the run ends with their reasons.
+    Before the first round the server asks all nodes for the name and the number of samples of their
+    client, because it must know \(\alpha_i = n_i / n\). From then on a client is absent if it is
+    offline, too late, or sends an unusable update: its last contribution stays in the sums, and the
+    round goes on. Clients may join later. A round without a usable update is repeated and does not
+    count. If all clients refuse, the run ends with their reasons.
 
-    With `staleness`, a late answer still counts: its client is asked for nothing else until it
-    arrives, and then the server adds it, once. With `enough` as well, training is asynchronous.
+    With `staleness`, a late answer still counts once, when it arrives; until then its client gets
+    no other request. With `enough` as well, training is asynchronous.
 
     Args:
         algorithm: the algorithm; clients must have the same.
-        clients: training starts when so many clients have introduced themselves.
-        deadline: seconds that a round may take. Clients that have not answered then are absent.
-        patience: seconds that `clients` clients may take to introduce themselves at the start,
-            and that rounds may be tried again, beyond a deadline, without a single usable answer.
-        enough: a round ends when so many updates have arrived, if that is before the deadline.
-        staleness: by how many rounds an answer may be late and still count. With 0, a late answer
-            is dropped, and its client goes on from the memory that it had before.
-        checkpoint: a file that is written after every round, before anybody is told about it. If
-            it exists, the training goes on from there: a server that is started again, with the
-            same arguments and as a new run, loses nothing. Two runs at a time are refused.
-        participation: the share of the clients that is drawn for every round, at least one.
-        seed: decides how clients shuffle their data and who takes part.
-        screen: what is too large to be an update.
-        robust: reject updates that no honest client would send, whatever their size; see
-            `torchpisa.federated.RobustSelection`. The server then holds all updates of a round.
-        privacy: that of the clients' `client_app`. Clients with another refuse to train, and the
-            metrics of a round have the `epsilon` of the model so far, at `privacy.delta`. It holds
-            if the screen rejects nobody, and not together with `robust`.
-        samples: how many samples each client has, by name. Other clients are not let in, and what
-            clients say themselves is ignored. Without it they are believed, within `max_share`.
-        max_share: the largest part of all samples that one client may claim to have, where there
-            are three or more. One that claims more is left out, with a warning.
-        bind_names: let only the key that first introduced itself with a name use that name. False
-            is for SuperNodes that were started without a key, which have a new one every time.
-        ledger: keep what each client has added to the server's memory, so that a lie stands out
-            and `evict` can take it out again. Costs as much as a copy of the model per client, in
-            memory and in the checkpoint; FedAvg, FedProx and FedNova need none. With False, the
-            default of `screen` is `Screen(largest=1000)`.
+        clients: the number of clients that must have registered before training starts.
+        deadline: seconds after which a round ends. Clients that have not answered are absent.
+        patience: seconds to wait for `clients` clients at the start, and to repeat a round beyond
+            its deadline while there is no usable answer.
+        enough: the number of updates that end a round before its deadline.
+        staleness: the number of rounds by which an answer may be late and still count. With 0, a
+            late answer is dropped, and its client goes on from its memory before the round.
+        checkpoint: a file that is written after every round, before any client is told about it.
+            If it exists, training resumes from it: a server that is started again with the same
+            arguments, as a new run, loses nothing. Two runs cannot use it at the same time.
+        participation: the fraction of the clients that is drawn for every round, at least one
+            client.
+        seed: seed of the clients' shuffles and of the draw of clients.
+        screen: limits on the size of updates.
+        robust: a rule for rejecting updates that no honest client would send, whatever their size;
+            see `torchpisa.federated.RobustSelection`. The server then holds all updates of a round.
+        privacy: the `privacy` of the clients' `client_app`. Clients with another one refuse to
+            train. The metrics of a round then have the `epsilon` of the model so far, at
+            `privacy.delta`, which holds if the screen rejects no update. Not together with
+            `robust`.
+        samples: the number of samples of each client, by name. Other clients are refused, and the
+            numbers that clients report are ignored. By default they are believed, within
+            `max_share`.
+        max_share: the largest share of all samples that one client may report, if there are three
+            or more clients. One that reports more is left out, with a warning.
+        bind_names: tie every name to the key that first registered it. Use False for SuperNodes
+            without a key of their own, which have a new one after every start.
+        ledger: keep the contributions of each client to the server's memory, so that lies stand out
+            and `evict` can remove them. It costs a copy of the model per client, in memory and in
+            the checkpoint; FedAvg, FedProx and FedNova need none. With False, the default of
+            `screen` is `Screen(largest=1000)`.
         evaluate: ask clients to evaluate the global model after every round.
-        poll: seconds between two looks for answers.
+        poll: seconds between two checks for answers.
 
     Attributes:
         server: weights, memory and numbers of the server.
-        rounds: who did what in each round of this run.
+        rounds: the clients and results of each round of this run.
     """
 
     def __init__(
@@ -231,13 +234,13 @@ class FederatedStrategy(Strategy):
         """Train until `num_rounds` rounds are done, those before an interruption included.
 
         Args:
-            grid: Flower's.
+            grid: Flower's grid.
             initial_arrays: `torchpisa.federated.flower.arrays(model)`.
-            num_rounds: rounds in all.
-            timeout: seconds that a round may take, if less than `deadline`.
-            train_config: goes to clients with every train message, as record `"config"`.
-            evaluate_config: likewise, with every evaluate message.
-            evaluate_fn: measures the global model before the first and after every round.
+            num_rounds: the total number of rounds.
+            timeout: seconds after which a round ends, if less than `deadline`.
+            train_config: settings for clients, the record `"config"` of every train message.
+            evaluate_config: settings for clients, in every evaluate message.
+            evaluate_fn: evaluates the global model before the first and after every round.
 
         Returns:
             The arrays, and the metrics of the rounds of this run.
@@ -268,7 +271,7 @@ class FederatedStrategy(Strategy):
     def _train_round(
         self, grid: Grid, result: Result, num_rounds: int, seconds: float, config: ConfigRecord
     ) -> None:
-        """Repeat a round until an update was usable, or no longer can be expected."""
+        """Repeat a round until there is a usable update; raise if none can be expected."""
         number = self.server.iteration + 1
         end = time.monotonic() + self._deadline + self._patience
         refused: dict[str, str] = {}
@@ -692,7 +695,7 @@ class FederatedStrategy(Strategy):
                 "from the start of a training for evict() and restart()"
             )
         self._asked = [asked for asked in self._asked if asked.client != name]
-        return {} if self._ledger is None else self._ledger.forget(name)
+        return {} if self._ledger is None else self._ledger.remove(name)
 
     # Evaluation by clients
 

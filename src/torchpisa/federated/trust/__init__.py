@@ -1,1 +1,1 @@
-"""What stands between a server and clients that lie, and between clients and those who look."""
+"""Trust between a server and its clients: rejection of malicious updates, and privacy."""

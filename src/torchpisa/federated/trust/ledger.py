@@ -1,8 +1,8 @@
 r"""The ledger of what each client has added to the server's memory, so that it can be removed.
 
-The server's memory is a sum over the clients, such as \(\Pi = \sum_i \alpha_i \pi_i\), and a lie in
-it stays there for good. So the server keeps every client's \(\pi_i\), summed up from what it took.
-That costs as much as a copy of the model for each client.
+The server's memory is a sum over the clients, such as \(\Pi = \sum_i \alpha_i \pi_i\), and a lie
+stays in it for good. So the server keeps every client's \(\pi_i\), the sum of its accepted updates.
+This costs a copy of the model for each client.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ class Ledger:
     """The sums of each client's updates.
 
     Args:
-        sums: to go on from.
+        sums: earlier sums by client, to continue from.
     """
 
     def __init__(self, sums: dict[str, Fields] | None = None) -> None:
@@ -31,30 +31,29 @@ class Ledger:
             else:
                 known[kind] = {key: tensor.clone() for key, tensor in tensors.items()}
 
-    def forget(self, name: str) -> Fields:
-        """Remove a client and return what it had contributed."""
+    def remove(self, name: str) -> Fields:
+        """Remove a client and return its contributions."""
         return self.sums.pop(name, {})
 
 
 def without_contribution(
     server: ServerState, contribution: Fields, samples: float, before: float, after: float
 ) -> ServerState:
-    r"""Return the server without what a client has contributed.
+    r"""Return the server without the contributions of a client.
 
     Args:
-        server: before.
-        contribution: the client's \(\pi_i\); empty if none of its updates was taken.
-        samples: of the client, \(n_i\).
-        before: samples of all clients so far, \(n\).
-        after: samples of all clients from now on: \(n - n_i\) if it leaves, \(n\) if it stays
-            and starts anew.
+        server: the server with them.
+        contribution: the client's \(\pi_i\); empty if none of its updates was accepted.
+        samples: the number of samples of the client, \(n_i\).
+        before: the number of samples of all clients so far, \(n\).
+        after: the number from now on: \(n - n_i\) if the client leaves, \(n\) if it starts again.
     """
     memory: Fields = {}
     for kind, tensors in server.memory.items():
         contributed = contribution.get(kind, {})
         memory[kind] = {}
         for key, tensor in tensors.items():
-            # In float64: what is left may be small beside what is taken out.
+            # In float64, because the difference may be much smaller than both terms.
             rest = before * tensor.double()
             if key in contributed:
                 rest = rest - samples * contributed[key].double()

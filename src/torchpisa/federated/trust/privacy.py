@@ -74,8 +74,8 @@ class GaussianNoise:
             epsilon: against those who see the model, after the last round.
             clip: the norm that an update is scaled down to.
             rounds: rounds in which a client takes part.
-            clients: of every round, with equal shares.
-            delta: see above.
+            clients: the number of clients of every round, with equal shares.
+            delta: see `GaussianNoise`.
         """
         check_range("epsilon", epsilon, 0, low_open=True, high_open=True)
         check_count("rounds", rounds)
@@ -92,17 +92,17 @@ class GaussianNoise:
         return cls(clip, multiplier / math.sqrt(clients), delta)
 
     def apply(self, update: Message, generator: torch.Generator | None = None) -> Message:
-        """Return the update as it may be sent.
+        """Return the update, clipped and with noise.
 
         Args:
-            update: what the client would send.
-            generator: of the noise, on the CPU; one with a secret seed by default.
+            update: the update without protection.
+            generator: generator of the noise, on the CPU; by default one with a secret seed.
         """
         tensors = [tensor for field in update.tensors.values() for tensor in field.values()]
         norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
         factor = min(1.0, self.clip / norm) if norm else 1.0
         if generator is None:
-            # Not from the training's seed: everybody knows it and could subtract the noise.
+            # Not from the training's seed, which everybody knows: the noise could be subtracted.
             secret = int.from_bytes(os.urandom(8), "big") >> 1
             generator = torch.Generator("cpu").manual_seed(secret)
 
@@ -139,14 +139,14 @@ class GaussianNoise:
         new: Fields,
         generator: torch.Generator | None = None,
     ) -> tuple[Message, Fields]:
-        """Return the update as it may be sent, and the memory that goes with it.
+        """Return the update, clipped and with noise, and the client's memory that matches it.
 
         Args:
-            algorithm: what made them.
-            update: what the client would send.
-            old: its memory before the round.
-            new: its memory after the round.
-            generator: of the noise; one with a secret seed by default.
+            algorithm: the algorithm of the training.
+            update: the update without protection.
+            old: the client's memory before the round.
+            new: the client's memory after the round.
+            generator: generator of the noise; by default one with a secret seed.
         """
         self.check(algorithm)
         sent = self.apply(update, generator)
@@ -158,15 +158,15 @@ class GaussianNoise:
 
 
 class PrivacyAccount:
-    r"""What a training has revealed about each client to those who see its model.
+    r"""The privacy loss of each client in a training, against those who see its model.
 
-    A sum with noise multiplier \(z\) is a Gaussian mechanism, and many of them with multipliers
-    \(z_t\) are one with \(z^{-2} = \sum_t z_t^{-2}\). That sum is what is kept for each client, and
+    A sum with noise multiplier \(z\) is a Gaussian mechanism. Many of them with multipliers
+    \(z_t\) are one with \(z^{-2} = \sum_t z_t^{-2}\). The account keeps that sum for each client;
     opacus' accountant of Rényi differential privacy turns the largest into an epsilon.
 
     Args:
-        privacy: what clients do with their updates.
-        spent: the sums to go on from, by client.
+        privacy: the clipping and noise of the clients.
+        spent: sums to continue from, by client.
 
     Attributes:
         spent: \(\sum_t z_t^{-2}\), by client.
@@ -189,7 +189,7 @@ class PrivacyAccount:
 
     @property
     def epsilon(self) -> float:
-        """Return the epsilon of the client about which most is revealed."""
+        """Return the epsilon of the client with the largest privacy loss."""
         largest = max(self.spent.values(), default=0.0)
         if largest == 0 or math.isinf(largest):
             return largest

@@ -1,4 +1,4 @@
-r"""Data of the server's own, by which it tells whether a client's update can be true."""
+r"""Reference data on the server, which show whether an update can come from real data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,29 +16,29 @@ __all__ = ["Reference", "Witnesses", "flat", "unexplained"]
 
 
 class Reference:
-    r"""A few samples of every kind, which the server trusts.
+    r"""A few trusted samples of every kind of data, kept by the server.
 
     A client's dual is minus an average of its gradients. If its data are a mixture of kinds that
     the server has samples of, such as labels, its dual is a mixture of the duals that those kinds
     would have: \(\pi_i \approx \sum_k p_k \hat\pi_k\) with \(p_k \ge 0\). So every kind of the
-    reference trains along, as a witness whose updates are not counted, and what no such mixture
-    explains of a client's dual, \(\min_{p \ge 0} \|\pi_i - \sum_k p_k \hat\pi_k\| / \|\pi_i\|\),
-    tells a lie from data that nobody else has.
+    reference trains along as a witness, whose updates do not count. The part of a client's dual
+    that no mixture explains, \(\min_{p \ge 0} \|\pi_i - \sum_k p_k \hat\pi_k\| / \|\pi_i\|\), then
+    tells a lie from data that no other client has.
 
-    Costs the local work of every kind in each round, on the server, and as much memory as that
-    of as many clients.
+    The server does the local work of every kind in each round, and needs as much memory as that
+    many clients.
 
     Args:
         model: the network, on the device of the server's weights; its parameters are not used.
-        inputs: of the samples.
-        targets: of the samples.
+        inputs: the inputs of the samples.
+        targets: the targets of the samples.
         kinds: an integer for the kind of each sample; by default the targets, if those are
             integers.
-        loss: of the training.
+        loss: the loss of the training.
         limit: the part of a client's dual that may stay unexplained, by norm.
-        factor: and by how much it has to exceed the median over the clients for a rejection.
-        largest: the sum of \(p_k\) that is too large. It is about one for an honest client,
-            whatever its data.
+        factor: the multiple of the median over clients that it must exceed as well.
+        largest: the largest sum of \(p_k\); it is about one for an honest client, whatever its
+            data.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Witnesses:
 
     Args:
         reference: their data.
-        algorithm: of the training.
+        algorithm: the algorithm of the training.
     """
 
     def __init__(self, reference: Reference, algorithm: Algorithm) -> None:
@@ -163,7 +163,7 @@ def unexplained(points: Tensor, rows: Tensor, iterations: int = 300) -> tuple[Te
     Args:
         points: one per row.
         rows: \(V\).
-        iterations: of the method.
+        iterations: the number of iterations of the method.
     """
     tiny = torch.finfo(points.dtype).tiny
     sizes = torch.linalg.vector_norm(points, dim=1, keepdim=True).clamp_min(tiny)

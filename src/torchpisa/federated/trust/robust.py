@@ -1,9 +1,9 @@
-r"""Robust selection: updates that no honest client would send are not taken.
+r"""Robust selection: reject updates that no honest client would send.
 
-A client whose update is not taken is absent from the round, and every algorithm has a rule for
+A client whose update is rejected is absent from the round, and every algorithm has a rule for
 that: its dual or control variate stays as it was, on both sides. So whole updates are rejected, and
-the server's \(\Pi = \sum_i \alpha_i \pi_i\) stays the sum over its clients. A centre in place of
-the sum, as for FedAvg, would break that, and under unlike data move the solution.
+the server's \(\Pi = \sum_i \alpha_i \pi_i\) stays the sum over its clients. A robust mean in place
+of the sum, as for FedAvg, would break that, and with heterogeneous data move the solution.
 """
 
 import math
@@ -26,27 +26,27 @@ FORGETTING = 0.9
 """Factor per round on the evidence of earlier rounds about a client's response."""
 
 MEASURED = 2
-"""Responses of a client before it is judged by them."""
+"""Responses of a client that are needed to judge it."""
 
 PROBATION = 10
-"""Rounds in a row without a complaint after which a client that was put out is taken again."""
+"""Rounds in a row without suspicion after which an excluded client is accepted again."""
 
 ROUNDING = 100.0
 """Movement per weight, in units of rounding, below which the model is at rest."""
 
 WEAK = 0.03
-"""Median response below which it says nothing, as with very noisy gradients."""
+"""Median response below which responses say nothing, as with very noisy gradients."""
 
 SPREADS = 5.0
-"""A response is unlike the others only beyond so many median deviations from their median."""
+"""Median deviations from the median beyond which a response is suspicious."""
 
 CHANCE = 5.0
-"""And only beyond so many times what unrelated vectors of that many entries have by chance."""
+"""Multiple of the correlation of random vectors beyond which a response is suspicious."""
 
 
 @dataclass(frozen=True)
 class RobustSelection:
-    r"""A rule for which updates a server does not take.
+    r"""A rule for the updates that a server rejects.
 
     Every update passes two tests, and those that fail worst are rejected, `liars` at most.
 
@@ -110,7 +110,7 @@ class RobustSelection:
         It is to be found once, before the first round: shares are constant in time.
 
         Args:
-            samples: what each client claims.
+            samples: the number that each client reports.
         """
         return self.count_limit * _lower_median(samples)
 
@@ -153,13 +153,13 @@ class LastAnswer(NamedTuple):
 
 @dataclass
 class Response:
-    """How a client has responded to the movements of the model, over rounds.
+    """Correlations of a client's answers with the movements of the model, summed over rounds.
 
     Attributes:
         update: weighted sum of the correlations with the change of its update.
-        standing: the same for where its updates leave it.
-        weight: sum of the weights, of which those of earlier rounds are smaller.
-        rounds: how many there were.
+        standing: weighted sum of the correlations with the change of its `Algorithm.standing`.
+        weight: sum of the weights, which are smaller for earlier rounds.
+        rounds: the number of rounds.
     """
 
     update: float = 0.0
@@ -169,14 +169,13 @@ class Response:
 
 
 class Judge:
-    """A robust selection at work: what it knows about the clients of one training.
+    """Applies a `RobustSelection` to the clients of one training.
 
-    Keeps a copy of the model for every client, its last update, and one for every round that such
-    an update is of.
+    It keeps the last update of every client, and the weights of every round with such an update.
 
     Args:
-        rule: what to reject.
-        algorithm: of the training.
+        rule: the rule.
+        algorithm: the algorithm of the training.
     """
 
     def __init__(self, rule: RobustSelection, algorithm: Algorithm) -> None:
@@ -187,7 +186,7 @@ class Judge:
         self._weights: dict[int, Tensor] = {}  # by round, as long as a last answer is of that round
         self._responses: dict[str, Response] = {}
         self._in_a_row: dict[str, int] = {}  # rounds in which a client was rejected
-        self._probation: dict[str, int] = {}  # rounds without a complaint, of those put out
+        self._probation: dict[str, int] = {}  # rounds without a complaint, of excluded clients
 
     def rejected(
         self,
@@ -196,34 +195,37 @@ class Judge:
         standings: Mapping[str, Fields],
         late: Collection[str] = (),
     ) -> dict[str, str]:
-        """Return why a client is rejected, by client.
+        """Return the reasons for rejecting clients, by client.
 
         Args:
-            server: as the round was opened with.
-            updates: all that have arrived, by client.
+            server: the server as the round began.
+            updates: the updates that have arrived, by client.
             standings: `Algorithm.standing` of each.
             late: clients whose update was computed in an earlier round.
         """
         rule = self._rule
-        self._listen(server, updates, standings, late)
+        self._record_answers(server, updates, standings, late)
         unexplained: dict[str, str] = {}
-        if self._witnesses is not None:  # they must not miss a round
+        if self._witnesses is not None:  # called in every round, because it keeps state
             unexplained = self._witnesses.complaints(server, standings)
         suspects: dict[str, str] = {}
-        deaf: dict[str, str] = {}
+        unresponsive: dict[str, str] = {}
         if len(updates) >= 2 * rule.liars + 3:
-            deaf = self._deaf(updates)
+            unresponsive = self._unresponsive(updates)
             other = unexplained if self._witnesses is not None else rule.far(standings)
-            suspects = {**deaf, **{name: why for name, why in other.items() if name not in deaf}}
-        # Those who were put out do not get the benefit of the doubt.
-        doubts = {**self._deaf(self._probation, strict=True), **suspects}
-        kept_out = {name: why for name in updates if (why := self._on_probation(name, doubts))}
-        # The strongest evidence first; whoever is caught now takes the place of one kept out.
-        chosen = dict(list({**deaf, **kept_out, **suspects}.items())[: rule.liars])
+            suspects = {
+                **unresponsive,
+                **{name: why for name, why in other.items() if name not in unresponsive},
+            }
+        # Clients on probation get no benefit of the doubt.
+        doubts = {**self._unresponsive(self._probation, strict=True), **suspects}
+        excluded = {name: why for name in updates if (why := self._on_probation(name, doubts))}
+        # The strongest evidence first; a new suspect takes the place of an excluded client.
+        chosen = dict(list({**unresponsive, **excluded, **suspects}.items())[: rule.liars])
         for name in updates:
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if name in chosen else 0
-            # Odd data are no reason to keep somebody out: the next update may be like the others.
-            if self._in_a_row[name] >= rule.patience and name in deaf:
+            # Unusual data are no reason for exclusion: the next update may be like the others.
+            if self._in_a_row[name] >= rule.patience and name in unresponsive:
                 self._probation.setdefault(name, 0)
         return chosen
 
@@ -232,7 +234,7 @@ class Judge:
         return [name for name, rounds in self._in_a_row.items() if rounds >= self._rule.patience]
 
     def _on_probation(self, name: str, doubts: Mapping[str, str]) -> str | None:
-        """Return why a client that was put out is not taken yet, or None if it is."""
+        """Return the reason for excluding a client still, or None."""
         if name not in self._probation:
             return None
         if name in doubts:
@@ -244,29 +246,29 @@ class Judge:
             return None
         return f"it was put out, and has been unsuspicious for {self._probation[name]} rounds only"
 
-    def _listen(
+    def _record_answers(
         self,
         server: ServerState,
         updates: Mapping[str, Message],
         standings: Mapping[str, Fields],
         late: Collection[str],
     ) -> None:
-        """Compare what clients say now with what they said when they were last asked."""
+        """Compare the answers of clients with their last ones."""
         weights = flat({"weights": server.weights})
         dtype = next(iter(server.weights.values())).dtype
         for name, update in updates.items():
             last = self._answers.pop(name, None)
             if name in late:  # the model that it answers to is no longer known
                 continue
-            said = self._algorithm.contribution(update) or update.tensors
-            kind = next(iter(said))
+            answer = self._algorithm.contribution(update) or update.tensors
+            kind = next(iter(answer))
             now = LastAnswer(
-                server.iteration, flat({kind: said[kind]}), flat({kind: standings[name][kind]})
+                server.iteration, flat({kind: answer[kind]}), flat({kind: standings[name][kind]})
             )
             if last is not None:
                 self._measure(name, weights - self._weights[last.iteration].double(), last, now)
-            kept = (now.update.to(dtype), now.standing.to(dtype))
-            self._answers[name] = LastAnswer(server.iteration, *kept)
+            stored = (now.update.to(dtype), now.standing.to(dtype))
+            self._answers[name] = LastAnswer(server.iteration, *stored)
         self._weights[server.iteration] = weights.to(dtype)
         needed = {answer.iteration for answer in self._answers.values()}
         self._weights = {i: w for i, w in self._weights.items() if i in needed}
@@ -288,11 +290,11 @@ class Judge:
             known.rounds + 1,
         )
 
-    def _deaf(self, names: Collection[str], strict: bool = False) -> dict[str, str]:
+    def _unresponsive(self, names: Collection[str], strict: bool = False) -> dict[str, str]:
         """Return why clients fail the test of response, by client, the worst first.
 
         Args:
-            names: of the clients to judge.
+            names: the names of the clients to judge.
             strict: by update and by standing, and however much honest clients differ.
         """
         known = {

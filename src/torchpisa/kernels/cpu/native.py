@@ -1,7 +1,7 @@
-"""The local step on a CPU in one pass over memory, by `native.c` and the C compiler at hand.
+"""The kernel in C for CPUs: the local step in one pass over memory, for `fused=True` only.
 
-Only for those who ask for it by `fused=True`: it is compiled when the first such optimizer of a
-process is made, in a fraction of a second, for the processor that runs it, and leaves no file.
+`native.c` is compiled for the processor at hand when a process makes its first such optimizer. This
+takes a fraction of a second and leaves no file.
 """
 
 import ctypes
@@ -28,13 +28,13 @@ from torchpisa.state_keys import slot_keys
 
 __all__ = ["NATIVE", "Native", "obstacle"]
 
-# Elements below which a step is over before it would pay to wake threads.
-_LEAST_FOR_THREADS = 2**20
+# Elements below which threads cost more than they save.
+_MIN_FOR_THREADS = 2**20
 
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC")
 
 
-# Row in native.c: five addresses, the size, the correction, and whether the sum is fresh.
+# `Row` in native.c: five addresses, the size, the correction, and whether the sum is fresh.
 _ROW = "qqqqqqfi"
 
 
@@ -61,7 +61,7 @@ class _Numbers(ctypes.Structure):
 
 
 def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner) -> str | None:
-    """Return why parameters cannot be stepped here, None if they can; compiles on first use."""
+    """Return the reason why this kernel cannot step the parameters, or None; may compile it."""
     if type(preconditioner) not in (SecondMoment, Identity):
         return f"on a CPU there is no fused kernel for {type(preconditioner).__name__}"
     for param in params:
@@ -75,41 +75,41 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner) -> str | 
 
 
 class Native:
-    """SISA's rule and Identity in float32, by compiled code; see `Kernel`."""
+    """The kernel for SISA's rule and Identity in float32 on a CPU; see `Kernel`."""
 
     finds_nonfinite: ClassVar[bool] = False
     takes_flags: ClassVar[bool] = False
     slower: ClassVar[Kernel | None] = FOREACH
 
     def supports(self, job: LocalJob) -> bool:
-        """Return whether all numbers of a job for which there is no `obstacle` are known here."""
+        """Return whether all numbers of a job are on the host."""
         numbers = (job.sigma, job.rho)
         return job.keep is None and not any(isinstance(number, Tensor) for number in numbers)
 
     @torch.no_grad()
     def local_step(self, job: LocalJob) -> None:
-        """Take the local step; `foreach` takes what has no gradient, or one with gaps."""
+        """Take the local step; `foreach` steps members without a contiguous gradient."""
         names = _Names.of(job)
-        fitting: list[Member] = []
+        supported: list[Member] = []
         others: list[Member] = []
         for member in job.members:
-            (fitting if _fits(member, names) else others).append(member)
+            (supported if _is_supported(member, names) else others).append(member)
         if others:
             FOREACH.local_step(replace(job, members=others))
-        if not fitting:
+        if not supported:
             return
-        torch._foreach_add_([member.state[names.step] for member in fitting], 1)
-        rows = struct.pack(_ROW * len(fitting), *_rows(job, fitting, names))
+        torch._foreach_add_([member.state[names.step] for member in supported], 1)
+        rows = struct.pack(_ROW * len(supported), *_rows(job, supported, names))
         numbers = _numbers(job)
         step = _library()
         assert step is not None
-        elements = sum(member.param.numel() for member in fitting)
-        threads = torch.get_num_threads() if elements >= _LEAST_FOR_THREADS else 1
-        step(rows, len(fitting), ctypes.byref(numbers), threads)
+        elements = sum(member.param.numel() for member in supported)
+        threads = torch.get_num_threads() if elements >= _MIN_FOR_THREADS else 1
+        step(rows, len(supported), ctypes.byref(numbers), threads)
         if job.move is not None:
-            mark_changed(member.param for member in fitting)
+            mark_changed(member.param for member in supported)
         else:
-            for member in fitting:
+            for member in supported:
                 member.state["arrived"] |= 1 << job.slot
 
     def residual_norm(self, job: LocalJob) -> list[Tensor]:
@@ -125,7 +125,7 @@ NATIVE = Native()
 
 
 class _Names(NamedTuple):
-    """Keys of the state that a job uses; None for what it does not."""
+    """The keys of the state that a job uses; None for keys that it does not use."""
 
     dual: str
     step: str
@@ -139,7 +139,7 @@ class _Names(NamedTuple):
         return cls(keys.dual, keys.step, moment, "pending" if job.move is None else None)
 
 
-def _fits(member: Member, names: _Names) -> bool:
+def _is_supported(member: Member, names: _Names) -> bool:
     param, grad, state, _ = member
     if grad is None or type(param) not in (Tensor, torch.nn.Parameter):
         return False
@@ -152,13 +152,13 @@ def _fits(member: Member, names: _Names) -> bool:
     for tensor in tensors:
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or not tensor.is_cpu:
             return False
-        if tensor.shape != shape:  # `foreach` says what is wrong
+        if tensor.shape != shape:  # `foreach` raises the error
             return False
     return True
 
 
 def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[float]:
-    """Yield the fields of all rows, one by one: few objects, since this is Python's share."""
+    """Yield the fields of all rows, one by one, to create few Python objects."""
     dual, step, moment, pending = names
     rule = job.preconditioner
     beta = rule.beta if isinstance(rule, SecondMoment) and rule.scheme == "adam" else None
@@ -203,11 +203,11 @@ def _library() -> Callable[..., None] | None:
     """Return the compiled function, or None if there is no compiler or it fails."""
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
-    except ValueError:  # a quotation mark too few
+    except ValueError:  # an unclosed quotation mark
         return None
     if not compiler or shutil.which(compiler[0]) is None:
         return None
-    # With torch's own OpenMP or none: two of them would compete for the processor, or crash.
+    # Link torch's own OpenMP or none: two runtimes would compete for the processor, or crash.
     openmp = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]
     flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
     with (

@@ -26,6 +26,9 @@ class Stage(ABC):
     def init_state(self, n: int, k: int, like: Tensor) -> dict[str, Tensor]:
         """Return the state of an n x k matrix (n <= k) before the first round, by name.
 
+        Tensors have a dimension or more: where a parameter has `blocks`, those of its blocks are
+        joined along the first one.
+
         Args:
             n: the smaller of rows and columns.
             k: the larger one.

@@ -1,4 +1,4 @@
-"""What a process holds that belongs in a checkpoint, and whether one fits to it."""
+"""Match an optimizer with a checkpoint: collect what this process saves, check what it loads."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,25 +8,25 @@ from torch import Tensor, nn
 
 from torchpisa.distributed.checkpoint import contents
 from torchpisa.distributed.checkpoint.contents import Contents
-from torchpisa.distributed.checkpoint.remap import Named, rank_of
-from torchpisa.distributed.checkpoint.stored import Stored
+from torchpisa.distributed.checkpoint.remap import Named, node_rank
+from torchpisa.distributed.checkpoint.storage import Checkpoint
 from torchpisa.optim.pisa import PISA
 from torchpisa.state_keys import model_key, node_key, of_slot, state_key
 
-__all__ = ["check_model", "check_optimizer", "named", "own_contents", "own_state"]
+__all__ = ["check_model", "check_optimizer", "local_contents", "local_state", "named_params"]
 
-# What torch puts into the names of parameters when it wraps modules in others.
+# What torch adds to the names of parameters when it wraps modules.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
-def named(model: nn.Module, optimizer: PISA) -> list[Named]:
+def named_params(model: nn.Module, optimizer: PISA) -> list[Named]:
     """Return the optimizer's parameters, by group, with the names that the model gives them."""
     from torch.nn.parallel import DistributedDataParallel
 
-    if optimizer.peers is not None and optimizer.peers.begun:
+    if optimizer.peers is not None and optimizer.peers.step_begun:
         raise ValueError(
-            "optimizer must not be between backward() and step(): what the backward pass has found "
-            "is on its way to the other ranks"
+            "optimizer must not be between backward() and step(): the backward pass has sent "
+            "contributions to the other ranks already"
         )
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
@@ -45,17 +45,17 @@ def named(model: nn.Module, optimizer: PISA) -> list[Named]:
     return groups
 
 
-def own_contents(params: Sequence[Named], optimizer: PISA) -> Contents:
-    """Return what this rank's part of a checkpoint says."""
+def local_contents(params: Sequence[Named], optimizer: PISA) -> Contents:
+    """Return the contents of this rank."""
     state: dict[str, list[str]] = {}
     steps: dict[str, list[float]] = {}
     arrived: dict[str, list[int]] = {}
     for name, param in (entry for named_params in params for entry in named_params):
         if optimizer.has_state(param):
-            held, slots = optimizer.state[param], range(optimizer.batches)
-            state[name] = [kind for kind in of_slot(held, 0) if kind != "step"]
-            steps[name] = [held[state_key("step", slot)].item() for slot in slots]
-            arrived[name] = [held["arrived"]]
+            param_state, slots = optimizer.state[param], range(optimizer.batches)
+            state[name] = [kind for kind in of_slot(param_state, 0) if kind != "step"]
+            steps[name] = [param_state[state_key("step", slot)].item() for slot in slots]
+            arrived[name] = [param_state["arrived"]]
     return Contents(
         optimizer=type(optimizer).__name__,
         batches=optimizer.batches,
@@ -67,23 +67,23 @@ def own_contents(params: Sequence[Named], optimizer: PISA) -> Contents:
     )
 
 
-def own_state(params: Sequence[Named], optimizer: PISA) -> dict[str, Tensor]:
-    """Return the tensors of this rank's nodes, and what is pending where there is something."""
-    rank, batches = rank_of(optimizer), optimizer.batches
+def local_state(params: Sequence[Named], optimizer: PISA) -> dict[str, Tensor]:
+    """Return the state tensors of this rank, under their names in a checkpoint."""
+    rank, batches = node_rank(optimizer), optimizer.batches
     tensors = {}
     for name, param in (entry for named_params in params for entry in named_params):
-        held = optimizer.state[param] if optimizer.has_state(param) else {}
+        param_state = optimizer.state[param] if optimizer.has_state(param) else {}
         for slot in range(batches):
-            for kind, value in of_slot(held, slot).items():
+            for kind, value in of_slot(param_state, slot).items():
                 if kind != "step":
                     tensors[node_key(name, kind, rank * batches + slot)] = value
-        if held.get("arrived"):
-            tensors[node_key(name, "pending", rank)] = held["pending"]
+        if param_state.get("arrived"):
+            tensors[node_key(name, "pending", rank)] = param_state["pending"]
     return tensors
 
 
-def check_model(source: Stored, entries: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the model's state has the names and shapes of the checkpoint's."""
+def check_model(source: Checkpoint, entries: Mapping[str, Any]) -> None:
+    """Raise ValueError unless names and shapes of the model's state are those saved."""
     prefix = model_key("")
     saved = {key.removeprefix(prefix) for key in source.kinds if key.startswith(prefix)}
     saved |= source.objects.keys()
@@ -102,8 +102,8 @@ def check_model(source: Stored, entries: Mapping[str, Any]) -> None:
             _check_shape("model", name, entry, source, model_key(name))
 
 
-def check_optimizer(source: Stored, params: Sequence[Named], optimizer: PISA) -> None:
-    """Raise ValueError unless the optimizer has class, groups and state of the checkpoint's."""
+def check_optimizer(source: Checkpoint, params: Sequence[Named], optimizer: PISA) -> None:
+    """Raise ValueError unless class, groups and state of the optimizer are those saved."""
     saved = source.contents
     if type(optimizer).__name__ != saved.optimizer:
         raise ValueError(
@@ -133,8 +133,8 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: PISA) ->
             if not optimizer.has_state(param):
                 _check_shape("dual of", name, param, source, node_key(name, "dual", 0))
                 continue
-            held = of_slot(optimizer.state[param], 0)
-            kinds = held.keys() - {"step"}
+            state = of_slot(optimizer.state[param], 0)
+            kinds = state.keys() - {"step"}
             if kinds != set(saved.state[name]):
                 raise ValueError(
                     f"optimizer must have {', '.join(sorted(saved.state[name]))} for {name}, which "
@@ -142,10 +142,10 @@ def check_optimizer(source: Stored, params: Sequence[Named], optimizer: PISA) ->
                 )
             for kind in kinds:
                 key = node_key(name, kind, 0)
-                _check_shape(f"{kind} of", name, held[kind], source, key)
+                _check_shape(f"{kind} of", name, state[kind], source, key)
 
 
-def _check_shape(what: str, name: str, tensor: Tensor, source: Stored, key: str) -> None:
+def _check_shape(what: str, name: str, tensor: Tensor, source: Checkpoint, key: str) -> None:
     shape = source.kinds[key].shape if key in source.kinds else None
     if shape != tensor.shape:
         saved = "nothing" if shape is None else f"shape {tuple(shape)}"

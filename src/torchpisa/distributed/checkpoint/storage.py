@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on a disk: a folder that all ranks wrote, or a single file."""
+"""Read checkpoints from disk: a folder that all ranks wrote, or a single file."""
 
 import pickle
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from torchpisa.distributed import dtensor
 from torchpisa.distributed.checkpoint.contents import Contents, from_bytes
 from torchpisa.state_keys import model_key, node_key, split_key
 
-__all__ = ["MARK", "METADATA", "File", "Folder", "Stored", "TensorKind", "opened"]
+__all__ = ["MARK", "METADATA", "Checkpoint", "File", "Folder", "TensorKind", "open_checkpoint"]
 
-# The entry by which a checkpoint is known.
+# The entry that marks a checkpoint as torchpisa's; it holds the contents.
 MARK = "torchpisa"
-# What torch writes last into a folder.
+# The file that torch writes last into a folder.
 METADATA = ".metadata"
 _LEGAL = "a folder of torchpisa.distributed.save or a file of torchpisa.distributed.export"
 
@@ -28,14 +28,14 @@ class TensorKind(NamedTuple):
     dtype: torch.dtype
 
 
-class Stored(Protocol):
+class Checkpoint(Protocol):
     """A checkpoint that is open for reading.
 
     Attributes:
-        contents: what it says about the optimizer.
+        contents: the description of the optimizer.
         objects: entries of the model's state that are not tensors.
-        extra: what the user has added.
-        kinds: all tensors.
+        extra: what the user added.
+        kinds: shape and dtype of all tensors.
     """
 
     contents: Contents
@@ -44,11 +44,11 @@ class Stored(Protocol):
     kinds: dict[str, TensorKind]
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill tensors, and of sharded ones the parts that this process holds."""
+        """Fill tensors with the stored values; of sharded ones the local parts."""
 
 
-def opened(path: Path) -> Stored:
-    """Return the checkpoint at `path`; raise ValueError if there is none, or not all of it."""
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`; raise ValueError if there is none or it is incomplete."""
     if path.is_file():
         return File(path)
     if path.is_dir():
@@ -56,7 +56,7 @@ def opened(path: Path) -> Stored:
     raise ValueError(f"path must be {_LEGAL}, got {str(path)!r}, where nothing is")
 
 
-def _stranger(path: Path) -> ValueError:
+def _foreign(path: Path) -> ValueError:
     return ValueError(f"path must be {_LEGAL}, got {str(path)!r}, which something else wrote")
 
 
@@ -70,7 +70,7 @@ def _contents(held: dict[str, Any], path: Path) -> Contents:
 
 
 class Folder:
-    """The folder that `save` wrote; see `Stored`."""
+    """A checkpoint in a folder, as `save` writes it."""
 
     def __init__(self, path: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -89,7 +89,7 @@ class Folder:
             if isinstance(entry, TensorStorageMetadata)
         }
         if MARK not in self.kinds:
-            raise _stranger(path)
+            raise _foreign(path)
         for part in metadata.storage_data.values():
             file = path / part.relative_path
             if not file.is_file() or file.stat().st_size < part.offset + part.length:
@@ -105,11 +105,10 @@ class Folder:
         self.objects, self.extra = held["objects"], held["extra"]
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill tensors, see `Stored`."""
+        """Fill tensors with the stored values, see `Checkpoint`."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        # The parts of torch's `load`, without the other processes: each reads what it needs, when
-        # it needs it.
+        # What torch's `load` does, but without communication: each process reads what it needs.
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(into), self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -119,15 +118,15 @@ class Folder:
 
 
 class File:
-    """The file that `export` wrote; see `Stored`."""
+    """A checkpoint in a single file, as `export` writes it."""
 
     def __init__(self, path: Path) -> None:
         try:
             held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise _stranger(path) from error
+            raise _foreign(path) from error
         if not isinstance(held, dict) or MARK not in held:
-            raise _stranger(path)
+            raise _foreign(path)
         self.contents = _contents(held[MARK], path)
         self.extra = held["extra"]
         self.objects = {}
@@ -149,9 +148,9 @@ class File:
 
     @torch.no_grad()
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill tensors, see `Stored`."""
+        """Fill tensors with the stored values, see `Checkpoint`."""
         for key, tensor in into.items():
             stored = self._tensors[key]
             if dtensor.is_sharded(tensor):
-                stored = dtensor.cut(stored, tensor)
+                stored = dtensor.local_shard(stored, tensor)
             dtensor.local(tensor).copy_(stored)
