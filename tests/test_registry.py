@@ -185,9 +185,22 @@ def test_presets_are_frozen():
         ("misa", {"rounds": 3}, r"rounds and epochs need a preset, got 3 and None"),
         ("sisa", {"preset": "paper/vgg11", "rounds": 0}, r"rounds must be an integer >= 1, got 0"),
         ("misa", {"weight_decay": -1.0}, r"weight_decay must be a finite number >= 0, got -1\.0"),
-        ("misa", {"lrr": 1.0}, r"lrr"),
+        ("misa", {"lrr": 1.0}, r"unknown argument lrr=1\.0 for misa; did you mean 'lr'\?"),
+        ("misa", {"betas": (0.9, 0.95)}, r"betas=\(0\.9, 0\.95\) for misa; .* momentum and beta"),
+        ("MISA", {}, r"got 'MISA'; did you mean 'misa'\?"),
     ],
 )
 def test_bad_input(name, settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         torchpisa.create(name, model(), **settings)
+
+
+def test_model_and_name_in_the_wrong_order():
+    with pytest.raises(TypeError, match=r"name must be a string, .*, got a Sequential$"):
+        torchpisa.create(model(), "misa")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", torchpisa.list_optimizers())
+def test_model_without_anything_to_train(name):
+    with pytest.raises(ValueError, match=r"requires gradients, got \d+ parameters that do not"):
+        torchpisa.create(name, model().requires_grad_(False))

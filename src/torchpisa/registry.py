@@ -104,7 +104,9 @@ def create(
         **arguments: arguments of the optimizer.
 
     Raises:
-        ValueError: there is no such name, or the preset belongs to another optimizer.
+        ValueError: there is no such name, the preset belongs to another optimizer, or the model has
+            no parameter that requires gradients.
+        TypeError: the optimizer has no such argument.
 
     Examples:
         >>> from torch import nn
@@ -120,11 +122,13 @@ def create(
         known: Preset = _find("preset", preset, PRESETS)
         if known.optimizer != info.name:
             raise ValueError(
-                f"preset must be one of {info.name}'s, got {preset!r}, which is {known.optimizer}'s"
+                f"preset must be one of {info.name}'s, got {preset!r}, which is "
+                f"{known.optimizer}'s: torchpisa.create({known.optimizer!r}, ...)"
             )
         arguments = {**known.arguments(rounds, epochs), **arguments}
     elif rounds is not None or epochs is not None:
         raise ValueError(f"rounds and epochs need a preset, got {rounds!r} and {epochs!r}")
+    _check_names(info, arguments)
     if not isinstance(model, nn.Module):
         return info.cls(model, **arguments)
     if decay_vectors is None:
@@ -139,9 +143,14 @@ def _groups(
     default = inspect.signature(info.cls).parameters.get("weight_decay")
     decay = arguments.get("weight_decay", 0.0 if default is None else default.default)
     check_range("weight_decay", decay, 0, high_open=True)
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not named:
+        raise ValueError(
+            "model must have a parameter that requires gradients, got "
+            f"{sum(1 for _ in model.parameters())} parameters that do not"
+        )
     if info.by_shape:
         return split(model, weight_decay=None if decay_vectors or not decay else decay)
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if decay_vectors or not (decay or arguments.get("consensus_decay")):
         return [{"params": named}]
     matrices = [(name, param) for name, param in named if is_matrix(param)]
@@ -153,9 +162,27 @@ def _groups(
     return [group for group in groups if group["params"]]
 
 
+def _check_names(info: OptimizerInfo, arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError for an argument that the optimizer does not have."""
+    legal = [name for name in inspect.signature(info.cls).parameters if name != "params"]
+    for name, value in arguments.items():
+        if name not in legal:
+            close = difflib.get_close_matches(name, legal, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            if name == "betas":
+                hint = "; AdamW's betas are momentum and beta here."
+            raise TypeError(
+                f"unknown argument {name}={value!r} for {info.name}{hint} Legal: {', '.join(legal)}"
+            )
+
+
 def _find(what: str, name: str, known: Mapping[str, Any]) -> Any:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{what} must be a string, one of {', '.join(known)}, got a {type(name).__name__}"
+        )
     if name in known:
         return known[name]
-    close = difflib.get_close_matches(str(name), known, n=1)
+    close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}{hint}")

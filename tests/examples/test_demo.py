@@ -1,4 +1,4 @@
-"""The demo: it runs, compares and draws; the README has the numbers of its saved run."""
+"""The demo: it runs, compares and draws; pages have the numbers of its saved run."""
 
 import importlib.util
 import json
@@ -54,10 +54,18 @@ def test_it_runs_compares_and_draws(demo: ModuleType, tmp_path: Path) -> None:
         assert 0 < run.y[-1] < 100
 
 
-def test_the_readme_has_the_saved_numbers(demo: ModuleType) -> None:
-    runs, readme = demo.read(SAVED), (ROOT / "README.md").read_text(encoding="utf-8")
-    assert demo.markdown(demo.TEXT_HEAD, demo.text_rows(runs)) in readme
-    assert demo.markdown(demo.CLIENT_HEAD, demo.client_rows(runs)) in readme
+def test_the_pages_have_the_saved_numbers(demo: ModuleType) -> None:
+    runs, page = demo.read(SAVED), (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    assert demo.markdown(demo.TEXT_HEAD, demo.text_rows(runs)) in page
+    rows = demo.client_rows(runs)
+    assert demo.markdown(demo.CLIENT_HEAD, rows) in page
+    rounds = {row[0]: row[1] for row in rows}
+    assert rounds["Scaffold"] == rounds["SISA"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert (
+        f"MISA reaches 90 % after {rounds['MISA']} rounds, FedAvg after "
+        f"{rounds['FedAvg, 2 steps']}, Scaffold and SISA after {rounds['SISA']}."
+    ) in readme
 
 
 def test_settings_are_those_of_the_saved_trials(demo: ModuleType) -> None:

@@ -869,6 +869,12 @@ def test_pisa_checks_as_sisa_does(name: str) -> None:
         PISA(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("algorithm", [SISA, MISA])
+def test_a_learning_rate_of_adamw(algorithm: type) -> None:
+    with pytest.warns(UserWarning, match=r"lr=0\.004 is relative here: .* 1 / rho"):
+        algorithm(lr=4e-3)
+
+
 def test_preconditioner_of_another_kind() -> None:
     with pytest.raises(TypeError, match=r"preconditioner must be .*, got 'adam'"):
         PISA(preconditioner="adam", sigma=1.0, rho=1.0)  # type: ignore[arg-type]

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
+import torchpisa
 from tests.federated.problems import (
     MAKERS,
     SIZES,
@@ -738,6 +739,7 @@ NO_DATA = {
     "a list": (lambda: [torch.zeros(3, 4), torch.zeros(3)], "got list of 2"),
     "three tensors": (lambda: (torch.zeros(3),) * 3, "got tuple of 3"),
     "a number": (lambda: 5, "got int"),
+    "a loader": (lambda: DataLoader([(torch.zeros(4), 0)]), "got DataLoader: give its dataset"),
 }
 
 
@@ -772,6 +774,10 @@ def test_dropout_is_the_same_when_a_round_is_repeated(tmp_path: Path) -> None:
 def test_an_algorithm_of_another_kind() -> None:
     with pytest.raises(TypeError, match=r"algorithm must be one of .*, got 'sisa'"):
         Simulation(mlp(), classes(), "sisa")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"algorithm must be one of .*, got a list$"):
+        Simulation(mlp(), SISA(), classes())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"federated\.MISA\(\), got <class '.*optim\.misa\.MISA'>"):
+        Simulation(mlp(), classes(), torchpisa.MISA)  # type: ignore[arg-type]
 
 
 def test_a_mean_loss_is_refused_at_once() -> None:

@@ -77,6 +77,46 @@ def test_without_hooks_a_window_is_one_batch_and_it_says_so_once(make):
     assert optimizer.iteration == WINDOWS // STEPS
 
 
+@every_optimizer
+def test_it_says_so_where_a_closure_has_the_last_pass_of_a_window(make):
+    """As in Lightning."""
+    batches, net = micro_batches(), model()
+    optimizer = make(net.parameters())
+
+    def train() -> None:
+        for number, batch in enumerate(batches, 1):
+
+            def closure(batch=batch) -> float:
+                loss = net(**batch)["loss"]
+                loss.backward()
+                return loss.item()
+
+            if number % STEPS == 1:
+                optimizer.zero_grad()
+            if number % STEPS == 0:
+                optimizer.step(closure)
+            else:
+                closure()
+
+    with pytest.warns(AccumulationWarning, match="gradients of 4 backward passes") as warned:
+        train()
+    assert len(warned) == 1
+
+
+def test_a_closure_of_one_batch_is_no_reason_to_warn():
+    net = model()
+    optimizer = OPTIMIZERS["sisa"](net.parameters())
+    for batch in micro_batches(20):
+
+        def closure(batch=batch) -> float:
+            optimizer.zero_grad()
+            loss = net(**batch)["loss"]
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+
+
 def test_passes_that_make_up_one_batch_are_no_reason_to_warn():
     """Two losses, as of real and of generated images; the suite makes errors of warnings."""
     net = model()

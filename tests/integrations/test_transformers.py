@@ -331,6 +331,18 @@ def test_factory_makes_misa_by_default():
     assert isinstance(OptimizerFactory()(model()), MISA)
 
 
+def test_factory_with_parentheses(tmp_path):
+    net = model()
+    made = Trainer(
+        net,
+        arguments(tmp_path),
+        train_dataset=micro_batches(),
+        optimizer_cls_and_kwargs=(OptimizerFactory(), {"lr": 2e-3}),
+    )
+    with pytest.raises(TypeError, match=r"hold the class OptimizerFactory, .*: leave out the par"):
+        made.create_optimizer()
+
+
 def logged_rates(make: Any, schedule: str, folder: Any) -> list[float]:
     """Return the rates that a Trainer logs, as shares of the first."""
     net = model()

@@ -172,12 +172,19 @@ def test_hessian_without_a_loss():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: SISA(p, batches=3), r"state_dict must be for batches=2, got batches=3"),
+        (
+            lambda p: SISA(p, batches=3),
+            r"must be for batches=2, got batches=3: make the optimizer with as many batches",
+        ),
         (
             lambda p: NSISA(p, batches=2),
-            r"must have .*moment\.0.* for parameter 0, got .*momentum\.0",
+            r"must have .*moment\.0.* for parameter 0, got .*momentum\.0.*: .* the same class",
         ),
         (lambda p: torch.optim.AdamW(p), r"must come from a torchpisa optimizer, got .*betas"),
+        (
+            lambda p: torch.optim.AdamW([{"params": p}, {"params": [nn.Parameter(torch.ones(1))]}]),
+            r"from a torchpisa optimizer, .*: load the model's weights, and begin with a new opt",
+        ),
         (lambda p: SISA([*p, nn.Parameter(torch.ones(1))], batches=2), r"1 parameters in group 0"),
         (
             lambda p: SISA([nn.Parameter(torch.ones(5, 5))], batches=2),
@@ -185,10 +192,10 @@ def test_hessian_without_a_loss():
         ),
         (
             lambda p: SISA([{"params": p}, {"params": [nn.Parameter(torch.ones(1))]}], batches=2),
-            r"must have 1 parameter groups, got 2",
+            r"must have 1 parameter groups, got 2: make the optimizer as the saved one was made",
         ),
     ],
-    ids=["batches", "kind", "adamw", "count", "shape", "groups"],
+    ids=["batches", "kind", "adamw", "adamw groups", "count", "shape", "groups"],
 )
 def test_loading_what_does_not_fit(make, message):
     _, opt = stepped(lambda params: SISA(params, batches=2), steps=3)
@@ -213,6 +220,23 @@ def test_unknown_arguments(cls):
     assert inspect.Parameter.VAR_KEYWORD not in kinds
     hints = typing.get_type_hints(cls.__init__)
     assert {"lr", "batches", "foreach", "nonfinite"} <= hints.keys()
+
+
+def test_learning_rate_of_adamw_in_a_group():
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = [{"params": [first], "lr": 1e-3}, {"params": [second], "lr": 0.5}]
+    with pytest.warns(UserWarning, match=r"lr=0\.001 is relative here") as warned:
+        SISA(groups, sigma=1.0, rho=100.0)
+    assert len(warned) == 1
+    SISA(groups)  # in AdamW's terms: the suite makes errors of warnings
+
+
+@pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
+def test_model_instead_of_its_parameters(cls):
+    with pytest.raises(
+        TypeError, match=rf"got the model, a Linear: torchpisa\.{cls.__name__}\(mod"
+    ):
+        cls(nn.Linear(2, 2))
 
 
 def test_orthogonalize_needs_matrices():

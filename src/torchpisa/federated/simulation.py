@@ -138,7 +138,10 @@ class Simulation:
         if not clients:
             raise ValueError("clients must hold the data of at least one client, got none")
         if not isinstance(algorithm, Algorithm):
-            raise TypeError(f"algorithm must be one of torchpisa.federated, got {algorithm!r}")
+            raise TypeError(
+                "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), "
+                f"got {_shown(algorithm)}"
+            )
         if not callable(participation):
             check_range("participation", participation, 0, 1, low_open=True)
         check_count("seed", seed, 0)
@@ -560,3 +563,8 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, dict):
         return {key: _copied(entry, device) for key, entry in value.items()}
     return [_copied(entry, device) for entry in value] if isinstance(value, list) else value
+
+
+def _shown(value: object) -> str:
+    """Return a value as messages have it, without tensors."""
+    return repr(value) if isinstance(value, str | type) else f"a {type(value).__name__}"

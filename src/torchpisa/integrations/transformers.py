@@ -105,7 +105,12 @@ class OptimizerFactory:
     `weight_decay` are not used.
     """
 
-    def __call__(self, model: nn.Module, **arguments: Any) -> Optimizer:
+    def __call__(self, model: nn.Module | None = None, **arguments: Any) -> Optimizer:
         """Return the optimizer of a model."""
+        if model is None:  # Trainer has called an object to make one
+            raise TypeError(
+                "optimizer_cls_and_kwargs must hold the class OptimizerFactory, got an object of "
+                "it: leave out the parentheses"
+            )
         arguments.setdefault("name", "misa")
         return create(arguments.pop("name"), model, **arguments)

@@ -23,6 +23,8 @@ class AccumulationWatch:
     def __init__(self) -> None:
         self._handle: RemovableHandle | None = None
         self._passes = self._steps = 0
+        # Of a window that ends in the closure of a step, those before and including it.
+        self._before_step = self._with_closure = 0
         self._grad: weakref.ref[Tensor] | None = None
 
     def on_step(self, params: Sequence[Tensor], batches: int) -> None:
@@ -43,7 +45,7 @@ class AccumulationWatch:
                 register = param.register_post_accumulate_grad_hook
                 self._handle = register(self._count)  # type: ignore[no-untyped-call]
             return
-        if self._passes == batches:
+        if batches in (self._passes, self._with_closure):
             warnings.warn(
                 f"the gradients of {batches} backward passes were added up for one step(), with "
                 f"batches={batches}: they count as one batch. If each of them is a batch, call "
@@ -55,16 +57,18 @@ class AccumulationWatch:
             self._steps = _STEPS + 1
         if self._steps > _STEPS:
             self._handle.remove()
-        self._passes = 0
+        self._before_step, self._passes, self._with_closure = self._passes, 0, 0
 
     def on_skip(self) -> None:
         """Forget the passes of a batch that is skipped."""
-        self._passes = 0
+        self._passes = self._before_step = self._with_closure = 0
 
     def _count(self, param: Tensor) -> None:
         # A new gradient tensor means that the old one was cleared: counting starts again.
         if self._grad is None or self._grad() is not param.grad:
-            self._passes = 0
+            self._passes = self._before_step = 0
         assert param.grad is not None
         self._grad = weakref.ref(param.grad)
         self._passes += 1
+        if self._passes == 1:
+            self._with_closure = max(self._with_closure, self._before_step + 1)

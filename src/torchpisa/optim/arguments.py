@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchpisa.checks import check_choice, check_range
 
@@ -62,6 +62,13 @@ FOREIGN_KEYS = frozenset(
 
 def of_constructor(local_variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an optimizer's constructor, parameters apart, from its `locals()`."""
+    params = local_variables["params"]
+    if isinstance(params, nn.Module):
+        name = type(local_variables["self"]).__name__
+        raise TypeError(
+            f"params must be the parameters of a model, got the model, a {type(params).__name__}: "
+            f"torchpisa.{name}(model.parameters()) or torchpisa.create({name.lower()!r}, model)"
+        )
     others = ("self", "params", "__class__")
     return {name: value for name, value in local_variables.items() if name not in others}
 

@@ -150,6 +150,8 @@ class SISA(PISA):
             group.setdefault("lr", 1.0 if given else LR)
             group.setdefault("rho", with_defaults(None, None, several)[1] if given else None)
         super().add_param_group(group)
+        if given and "lr" in param_group:
+            arguments.warn_about_absolute_lr({**param_group, "sigma": True}, "SISA")
 
     def _check_rules(self, group: Group) -> None:
         check_range("momentum", group["momentum"], 0, 1, high_open=True)

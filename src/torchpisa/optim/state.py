@@ -70,9 +70,12 @@ def unpacked(
     groups = optimizer.param_groups
     given = optimizer.upgrade_state_dict(_checked(state_dict))
     saved_groups, saved_state = given["param_groups"], given["state"]
+    for saved in saved_groups:
+        _check_origin(saved)
     if len(saved_groups) != len(groups):
         raise ValueError(
-            f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
+            f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}: make "
+            "the optimizer as the saved one was made (torchpisa.create makes groups of its own)"
         )
     pairs = [
         (saved, _taken_over(saved, current, number, optimizer.defaults, check_group))
@@ -136,15 +139,10 @@ def _taken_over(
     saved: Any, current: Group, number: int, defaults: Group, check_group: Callable[[Group], None]
 ) -> Group:
     """Return a group with the saved settings; what is code stays as `current` has it."""
-    if not isinstance(saved, dict) or "batches" not in saved:
-        raise ValueError(
-            "state_dict must come from a torchpisa optimizer, got one whose groups have "
-            f"{', '.join(sorted(map(str, saved))) if isinstance(saved, dict) else repr(saved)}"
-        )
     if type(saved["batches"]) is not int or saved["batches"] != current["batches"]:
         raise ValueError(
             f"state_dict must be for batches={current['batches']}, got batches="
-            f"{saved['batches']}: every batch has its own dual"
+            f"{saved['batches']}: make the optimizer with as many batches, or begin with a new one"
         )
     ranks = saved.get("ranks", 1)  # early versions had no ranks
     if type(ranks) is not int or ranks != current.get("ranks", 1):
@@ -186,6 +184,16 @@ def _taken_over(
         if isinstance(group.get("kept"), Tensor):
             group["kept"] = group["kept"].to(device)
     return group
+
+
+def _check_origin(saved: Any) -> None:
+    """Raise ValueError unless a saved group is one of an optimizer of this package."""
+    if not isinstance(saved, dict) or "batches" not in saved:
+        raise ValueError(
+            "state_dict must come from a torchpisa optimizer, got one whose groups have "
+            f"{', '.join(sorted(map(str, saved))) if isinstance(saved, dict) else repr(saved)}: "
+            "load the model's weights, and begin with a new optimizer"
+        )
 
 
 @contextmanager
@@ -258,7 +266,8 @@ def _checked_state(held: State, initial: State, group: Group, key: object) -> St
     if held.keys() != expected.keys():
         raise ValueError(
             f"state_dict must have {', '.join(sorted(expected))} for parameter {key}, "
-            f"got {', '.join(sorted(map(str, held)))}"
+            f"got {', '.join(sorted(map(str, held)))}: make the optimizer as the saved one was "
+            "made, the same class with the same settings"
         )
     loaded: State = {}
     dtypes: dict[torch.dtype, torch.dtype] = {}

@@ -6,6 +6,7 @@ with its dual, as in the paper's consensus with \(w_i = w\), and continues from 
 """
 
 import math
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -75,6 +76,12 @@ class Penalised(Algorithm):
         check_range("rho", self.rho, 0, high_open=True)
         if not callable(self.lr):
             check_range("lr", self.lr, 0, high_open=True)
+            if 0 < self.lr < 0.1:
+                warnings.warn(
+                    f"lr={self.lr:g} is relative here: it multiplies the step that sigma and rho "
+                    "give. Leave it out; the rate of torchpisa.MISA is 1 / rho of federated.MISA",
+                    stacklevel=4,
+                )
         if not callable(self.gamma):
             check_range("gamma", self.gamma, 0, 1, low_open=True)
         check_range("weight_decay", self.weight_decay, 0, high_open=True)

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 __all__ = ["Data", "sample_count", "take_samples"]
 
@@ -21,11 +21,13 @@ def sample_count(data: Data) -> int:
         ValueError: there are no samples, or the lengths of the tensors differ.
     """
     pair = isinstance(data, tuple) and len(data) == 2
-    if (isinstance(data, tuple | list) and not pair) or not hasattr(data, "__len__"):
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if (isinstance(data, tuple | list) and not pair) or not indexed:
         raise TypeError(
             "data of a client must be a tuple (inputs, targets) or a map-style dataset with a "
             f"length, got {type(data).__name__}"
             + (f" of {len(data)}" if isinstance(data, tuple | list) else "")
+            + (": give its dataset" if isinstance(data, DataLoader) else "")
         )
     if isinstance(data, tuple):
         inputs, targets = data

@@ -5,6 +5,15 @@ The server runs a `FederatedStrategy`, every client a `client_app`; both take th
 keeps its sum, and both survive being killed. See the page on Flower.
 """
 
+try:
+    import flwr  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "flwr":
+        raise
+    raise ModuleNotFoundError(
+        "torchpisa.federated.flower needs Flower: pip install 'torchpisa[flower]'", name=error.name
+    ) from error
+
 from torchpisa.federated.durable_files import DamagedFileError
 from torchpisa.federated.flower.checkpoint import InUseError
 from torchpisa.federated.flower.client import client_app

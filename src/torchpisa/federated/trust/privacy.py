@@ -11,6 +11,8 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -78,9 +80,7 @@ class GaussianNoise:
         check_range("epsilon", epsilon, 0, low_open=True, high_open=True)
         check_count("rounds", rounds)
         check_count("clients", clients)
-        from opacus.accountants.utils import get_noise_multiplier  # an extra, and slow to import
-
-        multiplier = get_noise_multiplier(
+        multiplier = _opacus("accountants.utils").get_noise_multiplier(
             target_epsilon=epsilon,
             target_delta=delta,
             sample_rate=1.0,
@@ -193,8 +193,18 @@ class PrivacyAccount:
         largest = max(self.spent.values(), default=0.0)
         if largest == 0 or math.isinf(largest):
             return largest
-        from opacus.accountants import RDPAccountant  # an extra, and slow to import
-
-        accountant = RDPAccountant()
+        accountant = _opacus("accountants").RDPAccountant()
         accountant.history = [(1 / math.sqrt(largest), 1.0, 1)]
         return float(accountant.get_epsilon(self._privacy.delta, alphas=ORDERS))
+
+
+def _opacus(module: str) -> Any:
+    """Return a module of opacus, which is an extra, and slow to import."""
+    try:
+        return import_module(f"opacus.{module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "opacus":
+            raise
+        raise ModuleNotFoundError(
+            "an epsilon needs opacus: pip install 'torchpisa[privacy]'", name=error.name
+        ) from error
