@@ -8,7 +8,14 @@ from recipes.language.results import best, by_optimizer
 from recipes.recipe import Results
 from recipes.style import COLOURS, INK, figure_style
 
-__all__ = ["draw"]
+__all__ = ["COLOUR_OF", "draw"]
+
+# Of those that other recipes have too, their colours there.
+RED, ORANGE, GREEN, TEAL, BLUE, PURPLE = COLOURS
+COLOUR_OF = {
+    **{"sisa": RED, "misa": ORANGE, "muon": GREEN, "adamw": BLUE, "nsisa": PURPLE, "soap": TEAL},
+    **{"normuon": GREEN, "soap_muon": TEAL, "shampoo": TEAL, "adam_mini": BLUE},
+}
 
 # Lines differ in more than their colour.
 NAMES = ["adamw", "muon", "soap", "sisa", "nsisa", "misa"]
@@ -29,11 +36,13 @@ def draw(results: Results, path: Path) -> None:
         handles: dict[str, Any] = {}
         ends: list[float] = []
         for axes, batches in zip(grid, columns, strict=True):
-            for name, colour, line, width in zip(NAMES, COLOURS, LINE_STYLES, WIDTHS, strict=True):
+            for name, line, width in zip(NAMES, LINE_STYLES, WIDTHS, strict=True):
                 if (name, batches) in runs:
                     x, y = curve(best(runs[name, batches]))
                     (handles[name],) = axes.plot(
-                        x, y, color=colour, ls=line, lw=width, **EXTRA_STYLE.get(name, {})
+                        *(x, y),
+                        **{"color": COLOUR_OF[name], "ls": line, "lw": width},
+                        **EXTRA_STYLE.get(name, {}),
                     )
                     ends += y[len(y) // 4 :]
             axes.set_title(f"m = {batches}", fontsize=9)

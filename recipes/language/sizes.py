@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from recipes.language.config import label_prefix
+from recipes.language.figure import COLOUR_OF
 from recipes.language.model import TITLES as SIZE_TITLES
 from recipes.language.optimizers import TITLES
 from recipes.language.results import describe
 from recipes.recipe import Check, Results
-from recipes.style import COLOURS, DASHES, INK, figure_style
+from recipes.style import DASHES, INK, figure_style
 from recipes.tables import checks_table, markdown, provenance
 
 __all__ = ["check", "draw", "report"]
@@ -24,6 +25,8 @@ MEMORY_SHARE = 1.02
 MIB = 2**20
 
 Runs = list[dict[str, Any]]
+# Optimizers that share their colour with another one.
+MARKED = ("shampoo", "adam_mini")
 # Settings that were not chosen but given.
 GIVEN = {"nsisa_script": "published script", "nsisa_paper": "the paper's row"}
 
@@ -177,10 +180,10 @@ def draw(results: Results, path: Path) -> None:
             lasts: dict[str, float] = {}
             for (label, batches), runs in groups.items():
                 run, step_ms = runs[0], fastest(runs)["step_ms"]
-                name = list(TITLES).index(run["settings"]["choice"]["name"])
-                style = {"color": COLOURS[name % len(COLOURS)], "lw": 1.2}
+                name = run["settings"]["choice"]["name"]
+                style = {"color": COLOUR_OF[name], "lw": 1.2}
                 style["ls"] = "-" if batches == 1 and label not in GIVEN else DASHES
-                style["marker"] = "" if name < len(COLOURS) else "."
+                style["marker"] = "." if name in MARKED else ""
                 points = [i for i, loss in enumerate(run["val_loss"]) if loss is not None]
                 losses = [run["val_loss"][i] for i in points]
                 # Times are without compiling, which only the first run of a process does.

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from recipes.language.check import format_loss
+from recipes.language.figure import COLOUR_OF
 from recipes.language.optimizers import TITLES
 from recipes.language.results import describe
 from recipes.recipe import Check, Results
-from recipes.style import COLOURS, DASHES, INK, figure_style
+from recipes.style import DASHES, INK, figure_style
 from recipes.tables import checks_table, markdown, provenance
 
 __all__ = ["check", "compares_stages", "draw", "report"]
@@ -156,12 +157,11 @@ def draw(results: Results, path: Path) -> None:
     with figure_style("language"):
         figure = Figure((6.4, 3.6), layout="constrained")
         axes = figure.subplots()
-        colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(TITLES)}
         latest = max(run["optimizer_ms"] or 1.0 for runs in groups.values() for run in runs)
         for name, runs in groups.items():
             settings, found = runs[0]["settings"], losses(runs)
             time = runs[0]["optimizer_ms"] or 1.0
-            colour = colours[settings["choice"]["name"]]
+            colour = COLOUR_OF[settings["choice"]["name"]]
             axes.plot([time, time], [min(found), max(found)], color=colour, lw=1.2)
             axes.plot([time], [mean(runs)], "o", color=colour, ms=4)
             left = time > latest / 4  # where there is no room to the right
