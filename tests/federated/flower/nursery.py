@@ -10,6 +10,7 @@ Orders come as JSON lines on standard input, `{"role", "arguments", "environment
 answer to each is the id of the process, which leads a process group of its own.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -26,6 +27,9 @@ from tests.federated.flower.ports import free_port
 
 _NAPS = {3: 0.2, 0.5: 0.1}
 """Seconds that a SuperNode waits instead: for a message, and for the answer of its app."""
+
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's `prctl`: the signal to get when the parent has ended."""
 
 _MODULES = [
     "flwr.cli.app",
@@ -62,6 +66,7 @@ def main() -> None:
 
 
 def _become(order: dict) -> None:
+    _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.environ.update(order["environment"])
@@ -82,6 +87,15 @@ def _become(order: dict) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Let this process be killed when its parent ends, so that killed tests leave nothing behind.
+
+    Only where the parent's main thread has forked it: the signal comes at the thread's end.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _preload() -> None:
@@ -158,7 +172,7 @@ def _superexec(port: str, root: str | None) -> None:
 def _launch(self, spec):
     from flwr.supercore.superexec.executor import LaunchResult
 
-    _fork(lambda: _app(spec))
+    _fork(lambda: _app(spec), by_main_thread=False)
     return LaunchResult.accepted()
 
 
@@ -181,10 +195,12 @@ def _app(spec) -> None:
         run_serverapp(log_queue=queue.Queue(), **common)
 
 
-def _fork(work: Callable[[], None]) -> int:
+def _fork(work: Callable[[], None], by_main_thread: bool = True) -> int:
     pid = os.fork()
     if pid:
         return pid
+    if by_main_thread:
+        _end_with_parent()
     try:
         work()
     except SystemExit:
