@@ -43,15 +43,15 @@ types: $(STAMP) ## mypy, strict
 docs: $(STAMP) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # with --quiet, warnings would not count
 
-unit: $(STAMP) ## pytest, two processes of one thread each
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup
+unit: $(STAMP) ## pytest, three processes of one thread each: some tests wait for others
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadgroup
 
 workflows: $(STAMP) ## check the files of GitHub Actions against their schema
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 
 coverage: $(STAMP) ## pytest as in unit, and which lines it runs, in coverage.xml
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup --cov --cov-report=xml --cov-report=term
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadgroup --cov --cov-report=xml --cov-report=term
 
 # Without what needs a newer Python or torch: frameworks, Flower, reinforcement learning.
 oldest: ## the tests with the oldest supported Python and torch, in .venv-oldest
@@ -60,7 +60,7 @@ oldest: ## the tests with the oldest supported Python and torch, in .venv-oldest
 	@$(OLDEST_PYTHON) -m venv .venv-oldest
 	@PIP_CONSTRAINT=constraints-oldest.txt .venv-oldest/bin/python -m pip install -qq --no-compile \
 		--disable-pip-version-check -e ".[test]"
-	@OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -q -n 2 --dist loadgroup
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -q -n 3 --dist loadgroup
 
 wheel: ## build the wheel and the source distribution into dist/
 	@$(PYTHON) -m venv .venv-build
