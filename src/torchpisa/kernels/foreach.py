@@ -17,10 +17,10 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz, resolvent
 from torchpisa.kernels.job import (
     TINY,
+    Consensus,
     Kernel,
     LocalJob,
     Member,
-    Move,
     check_shapes,
     compute_dtype,
     keys_shaped_like_params,
@@ -101,7 +101,7 @@ class Foreach:
                 _elementwise_step(job, members, keys)
             else:
                 _matrix_step(job, members, keys)
-            if job.move is None:
+            if job.consensus is None:
                 for member in members:
                     member.state["arrived"] |= 1 << job.slot
 
@@ -118,20 +118,22 @@ class Foreach:
         return norms
 
     @torch.no_grad()
-    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+    def take_consensus(
+        self, members: list[Member], consensus: Consensus, keep: Tensor | None
+    ) -> None:
         """Take the consensus, see `Kernel`; for `keep` None."""
         assert keep is None
         check_shapes(members, ("pending",))
         for alike in _alike(members, "pending"):
             params = [real(member.param) for member in alike]
             totals = [real(member.state["pending"]) for member in alike]
-            scales = _scales(move, alike)
-            if move.proximal is not None:
-                _move(move, alike, params, totals, scales)
+            scales = _scales(consensus, alike)
+            if consensus.proximal is not None:
+                _take_consensus(consensus, alike, params, totals, scales)
                 continue
             for block in blocks([totals, params], stack=False):  # for one or two operations
                 sums, some = block.pieces
-                _move(move, alike, some, sums, *block.pick(scales))
+                _take_consensus(consensus, alike, some, sums, *block.pick(scales))
 
 
 FOREACH = Foreach()
@@ -142,14 +144,14 @@ FOREACH = Foreach()
 
 def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
     """Step parameters whose rule takes each coordinate by itself."""
-    rule, move = job.preconditioner, job.move
+    rule, consensus = job.preconditioner, job.consensus
     duals, moments, targets, steps = [], [], [], []
     for param, _, state, _ in members:
         duals.append(state[keys.dual])
         steps.append(state[keys.step])
         if isinstance(rule, SecondMoment):
             moments.append(state[keys.moment])
-        if move is not None:
+        if consensus is not None:
             targets.append(param)
         else:
             if not state["arrived"]:
@@ -164,7 +166,7 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         columns.append(moments)
     if param.is_complex():
         columns = [[real(tensor) for tensor in column] for column in columns]
-    whole = move is not None and move.proximal is not None
+    whole = consensus is not None and consensus.proximal is not None
     cut = [Block(range(len(members)), columns)] if whole else blocks(columns)
     counts: Any = steps
     if steps[0].is_cpu:
@@ -175,12 +177,12 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
     if job.sigma is None:
         sigma, gathered = _follow(job, members, keys, cut, counts)
         ratios = job.rho * sigma.reciprocal()
-        if move is not None:
-            scale = move.scale(sigma)
+        if consensus is not None:
+            scale = consensus.scale(sigma)
     else:
         ratios = job.rho / job.sigma
-        if move is not None:
-            scale = move.scale()
+        if consensus is not None:
+            scale = consensus.scale()
     factors: tuple[Any, ...] = ()
     if isinstance(rule, SecondMoment):
         factors = _root_factors(rule, ratios, counts)
@@ -201,10 +203,10 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         # What rs holds now is delta; u = pi + 2 delta is the new dual plus delta.
         torch._foreach_add_(pis, rs)
         torch._foreach_add_(rs, pis)
-        if move is None:
+        if consensus is None:
             _accumulate(job, some, rs)
         else:
-            _move(move, members, some, rs, scale, ours=True)
+            _take_consensus(consensus, members, some, rs, scale, ours=True)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
         if pis is not stored:
@@ -515,8 +517,8 @@ def _matrix_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
     deltas = _MATRIX_SOLVERS[type(job.preconditioner)](job, members, duals, grads, keys)
     torch._foreach_add_(duals, deltas)
     torch._foreach_add_(deltas, duals)  # u = pi + 2 delta
-    if job.move is not None:
-        _move(job.move, members, params, deltas, _scales(job.move, members))
+    if job.consensus is not None:
+        _take_consensus(job.consensus, members, params, deltas, _scales(job.consensus, members))
     else:
         for member in members:
             if not member.state["arrived"]:
@@ -679,15 +681,15 @@ def _accumulate(job: LocalJob, stored: Tensors, contributions: Tensors) -> None:
     write_back(stored, totals, job.stochastic_rounding)
 
 
-def _scales(move: Move, members: list[Member]) -> Any:
+def _scales(consensus: Consensus, members: list[Member]) -> Any:
     """Return lr / (S + lr lambda): one number, or one per member where sigma follows gradients."""
-    if isinstance(move.total_sigma, float | Tensor):
-        return move.scale()
-    return [move.scale(move.total(member)) for member in members]
+    if isinstance(consensus.total_sigma, float | Tensor):
+        return consensus.scale()
+    return [consensus.scale(consensus.total(member)) for member in members]
 
 
-def _move(
-    move: Move,
+def _take_consensus(
+    consensus: Consensus,
     members: list[Member],
     stored: Tensors,
     totals: Tensors,
@@ -697,7 +699,7 @@ def _move(
     """Take the consensus.
 
     Args:
-        move: its numbers.
+        consensus: its numbers.
         members: the parameters, for a proximal term.
         stored: what is moved, parameters or pieces of them.
         totals: U.
@@ -708,14 +710,14 @@ def _move(
     if stored[0].dtype != totals[0].dtype or stored[0].dtype.itemsize < 4:
         dtype = compute_dtype(stored[0], totals[0])
         ws, totals = like(stored, dtype), like(totals, dtype)
-    if move.consensus_decay != 0:
-        totals = list(torch._foreach_add(totals, ws, alpha=-move.consensus_decay))
-    if move.proximal is not None:
-        assert isinstance(move.total_sigma, float | Tensor)
-        sigma = move.total_sigma + move.lr * move.consensus_decay
-        ys = _resolvents(members, totals, move.proximal, sigma, move.rho)
+    if consensus.consensus_decay != 0:
+        totals = list(torch._foreach_add(totals, ws, alpha=-consensus.consensus_decay))
+    if consensus.proximal is not None:
+        assert isinstance(consensus.total_sigma, float | Tensor)
+        sigma = consensus.total_sigma + consensus.lr * consensus.consensus_decay
+        ys = _resolvents(members, totals, consensus.proximal, sigma, consensus.rho)
         totals = [y.reshape(total.shape) for y, total in zip(ys, totals, strict=True)]
-        scales = move.lr
+        scales = consensus.lr
     if isinstance(scales, float | int):
         torch._foreach_add_(ws, totals, alpha=scales)
     else:
@@ -732,7 +734,7 @@ def _move(
             totals = torch._foreach_mul(totals, scales)
         torch._foreach_add_(ws, totals)
     if ws is not stored:
-        write_back(stored, ws, move.stochastic_rounding)
+        write_back(stored, ws, consensus.stochastic_rounding)
 
 
 def like(tensors: Tensors, dtype: torch.dtype) -> Tensors:

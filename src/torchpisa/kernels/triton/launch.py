@@ -11,14 +11,21 @@ from torch import Tensor
 from torchpisa.algorithms import misa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.job import TINY, LocalJob, Move
+from torchpisa.kernels.job import TINY, Consensus, LocalJob
 from torchpisa.kernels.misa import ConsensusJob
 from torchpisa.kernels.triton import elementwise, orthogonal
 from torchpisa.kernels.triton import misa as misa_kernels
 from torchpisa.kernels.triton.table import BLOCK, Launch
 from torchpisa.preconditioners import NewtonSchulz, SecondMoment
 
-__all__ = ["any_nonfinite", "consensus", "local_step", "misa_norm", "misa_step", "residual_norm"]
+__all__ = [
+    "any_nonfinite",
+    "local_step",
+    "misa_norm",
+    "misa_step",
+    "residual_norm",
+    "take_consensus",
+]
 
 # Side of a square tile of a matrix.
 _TILE = 64
@@ -40,17 +47,17 @@ def local_step(job: LocalJob, launch: Launch) -> None:
         _elementwise_step(job, launch)
 
 
-def consensus(move: Move, keep: Tensor | None, launch: Launch) -> None:
+def take_consensus(consensus: Consensus, keep: Tensor | None, launch: Launch) -> None:
     """Take equation (2.9) from the pending sums."""
-    scale, on_device = _numbers(launch, _scale(move))
+    scale, on_device = _numbers(launch, _scale(consensus))
     elementwise.consensus_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
         _on_device_of(keep, launch),
-        _seed(move.stochastic_rounding, launch),
+        _seed(consensus.stochastic_rounding, launch),
         *scale,
-        move.consensus_decay,
-        STOCHASTIC=move.stochastic_rounding,
+        consensus.consensus_decay,
+        STOCHASTIC=consensus.stochastic_rounding,
         ON_DEVICE=on_device,
         PARAM_DTYPE=_DTYPES[launch.kind.param],
         STATE_DTYPE=_DTYPES[launch.kind.state],
@@ -213,7 +220,7 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
     if follows:
         numbers, on_device = _follow(job, launch, settings), True
     else:
-        numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
+        numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.consensus))
     elementwise.local_step_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
@@ -231,7 +238,7 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
         math.log(settings.beta),
         settings.eta,
         settings.eps,
-        job.move.consensus_decay if job.move else 0.0,
+        job.consensus.consensus_decay if job.consensus else 0.0,
         SCHEME=scheme,
         CAPS=settings.eta < math.inf,
         SEARCH=job.search,
@@ -250,7 +257,7 @@ def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
     largest, squares = _measured(
         launch, job.grad_scale, job.clip_scale, job.weight_decay, job.maximize
     )
-    numbers, on_device = _numbers(launch, job.rho, job.move.lr if job.move else 0.0)
+    numbers, on_device = _numbers(launch, job.rho, job.consensus.lr if job.consensus else 0.0)
     elementwise.follow_kernel[(tensors,)](
         launch.table,
         largest,
@@ -260,7 +267,7 @@ def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
         scales,
         _on_device_of(job.keep, launch),
         *numbers,
-        job.move.consensus_decay if job.move else 0.0,
+        job.consensus.consensus_decay if job.consensus else 0.0,
         rule.beta,
         1 - rule.beta,
         math.log(rule.beta),
@@ -291,7 +298,7 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> N
     orthogonal.norm_kernel[(tensors,)](
         largest, squares, peaks, norms, launch.first_block, BLOCK=BLOCK
     )
-    numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
+    numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.consensus))
     flags = _finish_flags(job, launch, on_device)
     del dtypes["GRAD_DTYPE"]
     log_perturbation = math.log(rule.perturbation) if rule.perturbation else -math.inf
@@ -311,7 +318,7 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> N
         orthogonal.tail_kernel[grid](
             launch.table, launch.tall, o, first, n, k, rule.scale(k, n), log_perturbation, keep,
             seed, *numbers, job.weight, job.dual_decay,
-            job.move.consensus_decay if job.move else 0.0, **flags, **dtypes, TILE=_TILE,
+            job.consensus.consensus_decay if job.consensus else 0.0, **flags, **dtypes, TILE=_TILE,
             num_warps=8,
         )  # fmt: skip
         first += count
@@ -325,9 +332,9 @@ def _count(launch: Launch, keep: Tensor | None) -> None:
         torch._foreach_add_(launch.steps, [keep.float()] * len(launch.steps))
 
 
-def _scale(move: Move | None) -> Scalar:
+def _scale(consensus: Consensus | None) -> Scalar:
     """Return what the consensus multiplies U - lambda w by."""
-    return move.scale() if move else 0.0
+    return consensus.scale() if consensus else 0.0
 
 
 def _numbers(launch: Launch, *values: Scalar) -> tuple[list[Scalar], bool]:
@@ -358,7 +365,7 @@ def _gradient_flags(job: LocalJob) -> dict[str, Any]:
 
 def _finish_flags(job: LocalJob, launch: Launch, on_device: bool) -> dict[str, Any]:
     return {
-        "MOVES": job.move is not None,
+        "MOVES": job.consensus is not None,
         "FRESH": launch.kind.fresh,
         "STOCHASTIC": job.stochastic_rounding,
         "ON_DEVICE": on_device,

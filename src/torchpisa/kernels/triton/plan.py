@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, check_shapes, mark_changed
+from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, check_shapes, mark_changed
 from torchpisa.kernels.misa import ConsensusJob, block_shape
 from torchpisa.kernels.optional import without_triton
 from torchpisa.kernels.triton import table
@@ -78,7 +78,7 @@ class Plan:
         for each in self.launches:
             with _on(each.kind.device):
                 launch.local_step(job, each)
-        if job.move is not None:
+        if job.consensus is not None:
             mark_changed(member.param for member in job.members)
         else:
             for member in job.members:
@@ -105,13 +105,15 @@ class Plan:
                 flags.append(launch.any_nonfinite(each))
         return flags
 
-    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+    def take_consensus(
+        self, members: list[Member], consensus: Consensus, keep: Tensor | None
+    ) -> None:
         """Take the consensus, see `Kernel`."""
         from torchpisa.kernels.triton import launch
 
         for each in self.launches:
             with _on(each.kind.device):
-                launch.consensus(move, keep, each)
+                launch.take_consensus(consensus, keep, each)
         mark_changed(member.param for member in members)
 
 
