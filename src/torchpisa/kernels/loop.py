@@ -49,15 +49,15 @@ class Loop:
                 _preconditioner_state(job, member, problem.dual.dtype)
                 for member, problem in zip(chunk, problems, strict=True)
             ]
-            followed = [_follow(job, *pair) for pair in zip(chunk, problems, strict=True)]
+            new_sigmas = [_updated_sigma(job, *pair) for pair in zip(chunk, problems, strict=True)]
             problems = [
                 replace(problem, sigma=new["sigma"]) if new else problem
-                for problem, new in zip(problems, followed, strict=True)
+                for problem, new in zip(problems, new_sigmas, strict=True)
             ]
             solved = solve_for_deltas(job.preconditioner, problems, states)
             _check_solution(job.preconditioner, problems, states, solved)
             for member, problem, state, (delta, new_state), new_sigma in zip(
-                chunk, problems, states, solved, followed, strict=True
+                chunk, problems, states, solved, new_sigmas, strict=True
             ):
                 local = pisa.local_step_of_delta(problem.dual, delta, job.dual_decay)
                 keep = _keep(job, problem.dual)
@@ -128,8 +128,8 @@ def _problem(job: LocalJob, member: Member) -> LocalProblem:
     )
 
 
-def _follow(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, Tensor]:
-    """Return the new sigma and level if sigma follows the gradients, else an empty dictionary."""
+def _updated_sigma(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, Tensor]:
+    """Return the new sigma and level if sigma follows the gradients, else an empty dict."""
     rule = job.preconditioner
     if job.sigma is not None:
         return {}

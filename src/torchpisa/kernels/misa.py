@@ -18,7 +18,7 @@ from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.foreach import (
     Tensors,
     add_one,
-    blocks,
+    cut_into_blocks,
     leave_out_nonfinite,
     like,
     one_if_equal,
@@ -226,7 +226,7 @@ def _foreach_step(job: ConsensusJob) -> None:
     roots: Any = [(1 - beta**count) ** 0.5 for count in counts]
     if steps[0].is_cpu:
         roots = one_if_equal(roots)
-    for block in blocks([gradients(job), params, duals, moments]):
+    for block in cut_into_blocks([gradients(job), params, duals, moments]):
         columns = block.gather()
         grads, ws, pis, squares = columns
         rs, us = _average(job, pis, grads)
@@ -235,7 +235,7 @@ def _foreach_step(job: ConsensusJob) -> None:
         torch._foreach_addcmul_(moved, rs, rs, 1 - beta)
         write_back(squares, moved, job.settings["stochastic_rounding"])
         scales = torch._foreach_sqrt(moved)
-        torch._foreach_div_(scales, scalars(block.pick(roots)[0], scales))
+        torch._foreach_div_(scales, scalars(block.select(roots)[0], scales))
         torch._foreach_add_(scales, scalars(job.settings["eps"], scales))
         torch._foreach_div_(us, scales)
         _move(job, ws, us, 1.0)
