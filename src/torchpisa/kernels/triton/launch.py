@@ -178,16 +178,16 @@ def _move_matrices(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: boo
     first = 0
     dtype = newton_schulz.dtype_for(settings["ns_dtype"], [job.members[0].param])
     memory = torch.empty(0, dtype=dtype or torch.float32, device=device)
-    cut = newton_schulz.workspace(launch.chunks, memory)
+    buffers = newton_schulz.workspace(launch.chunks, memory)
     for chunk in launch.chunks:
         n, k, count = chunk.n, chunk.k, len(chunk.indexes)
         grid = (triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE), count)
-        x, *spare = cut(chunk)
+        x, *other_buffers = buffers(chunk)
         misa_kernels.gather_kernel[grid](
             launch.table, launch.tall, peaks, norms, x, first, n, k, keep, *scales, seed, *numbers,
             **rounds, **reads, TILE=_TILE, num_warps=8,
         )  # fmt: skip
-        o = newton_schulz.iterate(x, settings["ns_steps"], spare)
+        o = newton_schulz.iterate(x, settings["ns_steps"], other_buffers)
         factors = None
         if beta is not None:
             factors = torch.empty(count * k, dtype=torch.float32, device=device)
@@ -304,17 +304,17 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> N
     log_perturbation = math.log(rule.perturbation) if rule.perturbation else -math.inf
     first = 0
     dtype = rule.dtype or torch.float32
-    cut = newton_schulz.workspace(launch.chunks, torch.empty(0, dtype=dtype, device=device))
+    buffers = newton_schulz.workspace(launch.chunks, torch.empty(0, dtype=dtype, device=device))
     for chunk in launch.chunks:
         n, k, count = chunk.n, chunk.k, len(chunk.indexes)
         grid = (triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE), count)
-        x, *spare = cut(chunk)
+        x, *other_buffers = buffers(chunk)
         orthogonal.gather_kernel[grid](
             launch.table, launch.tall, peaks, norms, x, first, n, k, grad_scale, job.weight_decay,
             rule.momentum, **gradient, **search, **dtypes,
             GRAD_DTYPE=_DTYPES[launch.kind.grad], TILE=_TILE, num_warps=8,
         )  # fmt: skip
-        o = newton_schulz.iterate(x, rule.ns_steps, spare)
+        o = newton_schulz.iterate(x, rule.ns_steps, other_buffers)
         orthogonal.tail_kernel[grid](
             launch.table, launch.tall, o, first, n, k, rule.scale(k, n), log_perturbation, keep,
             seed, *numbers, job.weight, job.dual_decay,
