@@ -193,8 +193,8 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
     if isinstance(rule, SecondMoment):
         factors = _root_factors(rule, ratios, counts)
     numbers = _in_dtype([scale, *factors], dtype, blocks)
-    for number, block in enumerate(blocks):
-        block_columns, rs = kept[number] if kept else (block.gather(), None)
+    for index, block in enumerate(blocks):
+        block_columns, rs = kept[index] if kept else (block.gather(), None)
         grads, stored, target_pieces, *moment_pieces = block_columns
         pis = stored if stored[0].dtype == dtype else like(stored, dtype)
         if rs is None:

@@ -1,8 +1,8 @@
 """Plans: the launches of a job, kept from step to step, or the reason why Triton cannot take it.
 
-One launch steps all parameters of one `Kind`, by a table of their addresses. A plan is
-built in the first step. Each further step compares it with the tensors it is given; if only
-addresses have changed, as those of gradients do, it sends a new table.
+One launch steps all parameters of one `Kind`, by a table of their addresses. A plan is built in the
+first step. Each further step compares it with the tensors that it is given; if only addresses have
+changed, as those of gradients do, it sends a new table.
 """
 
 import contextlib
