@@ -41,9 +41,9 @@ __all__ = [
 
 @triton.jit
 def bias_correction(table, tensor, log_beta):
-    """Return 1 - beta^step, by which Scheme III is corrected, without cancellation.
+    """Return 1 - beta^step, which corrects the bias of an average, without cancellation.
 
-    A batch that has been skipped from the start has no step to correct for; it counts as one.
+    A parameter that has never been stepped counts as stepped once, so that the result is not zero.
     """
     counter = address(table, tensor, STEP, tl.float32, False)
     x = tl.maximum(tl.load(counter), 1.0) * log_beta
@@ -85,9 +85,12 @@ def finish_step(
     FRESH: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """Take (2.14), then (2.9) if it `MOVES` the weights, else add u to the pending sum."""
+    """Take (2.14), then (2.9) if the step `MOVES` the weights, else add u to the pending sum.
+
+    A `FRESH` sum is overwritten. If `CHECKED`, entries that are not `good` are left out.
+    """
     random_dual, random_weight = random
-    if CHECKED:  # entries that are left out contribute their dual, and keep it
+    if CHECKED:  # what is left out contributes its dual, and keeps it
         delta = tl.where(good, delta, 0.0)
     dual = pi + delta
     u = dual + delta
