@@ -76,7 +76,7 @@ def broken_job(key, shape):
     if key == "grad":
         member = Member(param, torch.zeros(shape), state)
     numbers = {"sigma": 1.0, "rho": 1.0, "weight": 1.0, "weight_decay": 0.0, "dual_decay": 1.0}
-    flags = dict.fromkeys(("grad_scale", "clip_scale", "keep", "move"))
+    flags = dict.fromkeys(("grad_scale", "clip_scale", "keep", "consensus"))
     return LocalJob(
         members=[member],
         preconditioner=SecondMoment(),

@@ -230,12 +230,12 @@ def test_wrong_sign_in_the_dual_is_found(monkeypatch):
 
 
 def test_wrong_consensus_is_found(monkeypatch):
-    right = Foreach.consensus
+    right = Foreach.take_consensus
 
-    def wrong(self, members, move, keep):
-        right(self, members, move._replace(consensus_decay=0.0), keep)
+    def wrong(self, members, consensus, keep):
+        right(self, members, consensus._replace(consensus_decay=0.0), keep)
 
-    monkeypatch.setattr(Foreach, "consensus", wrong)
+    monkeypatch.setattr(Foreach, "take_consensus", wrong)
     certificate = certify(problem("least squares"), iterations=5, start=torch.ones(4))
     assert not certificate["updates"].holds
 

@@ -1,8 +1,8 @@
 r"""MISA: gradients averaged in the dual, preconditioned at the consensus. Ours, not the paper's.
 
-The local step is PISA's with \(\rho_i Q_i = \frac{\mu}{1 - \mu} \sigma_i I\). So each dual is minus
-an exponential average of its batch's gradients, independent of sigma. Preconditioning follows the
-sum over batches, so disagreements between batches cancel before it. One round:
+The local step is PISA's with \(\rho_i Q_i = \frac{\mu}{1 - \mu} \sigma_i I\), so each dual is minus
+an exponential average of its batch's gradients, independent of sigma. The sum over the batches is
+preconditioned, not each batch, so that what batches disagree on cancels first. One round:
 
     r     = pi + sum(a_i * g_i)
     delta = average(r, mu)                       # -(1 - mu) r
@@ -44,7 +44,7 @@ def average(r: Tensor, mu: float) -> Tensor:
 def look_ahead(dual: Tensor, delta: Tensor, c: float) -> Tensor:
     r"""Return \(U = \pi + c\,\delta\), with the dual before its update.
 
-    c = 2 is the paper's consensus, \(1 + \mu\) Nesterov momentum, 1 heavy ball.
+    c = 2 gives the paper's consensus, \(1 + \mu\) Nesterov momentum, 1 heavy-ball momentum.
     """
     return dual + c * delta
 

@@ -19,10 +19,10 @@ Scheme = Literal["adagrad", "rmsprop", "adam"]
 
 
 def update_moment(moment: Tensor, r: Tensor, scheme: Scheme, beta: float) -> Tensor:
-    r"""Return, by equation (4.4), what is kept of \(r_i \odot r_i\) from round to round.
+    r"""Return the updated second moment, equation (4.4).
 
-    Scheme I (`"adagrad"`) sums, Schemes II (`"rmsprop"`) and III (`"adam"`) average; Scheme III
-    keeps \(n_i\) and corrects its bias in `root_moment`.
+    Scheme I (`"adagrad"`) sums \(r_i \odot r_i\), Schemes II (`"rmsprop"`) and III (`"adam"`)
+    average it. For Scheme III the moment is \(n_i\), whose bias `root_moment` corrects.
     """
     if scheme == "adagrad":
         return moment + r * r
@@ -36,7 +36,7 @@ def root_moment(
 
     Args:
         moment: \(\tilde m_i\) (Schemes I and II) or \(n_i\) (Scheme III) after its update.
-        step: how often the moment was updated, \(\ell + 1\) when no round was missed.
+        step: the number of updates of the moment, \(\ell + 1\) if no round was missed.
         scheme: `"adagrad"`, `"rmsprop"` or `"adam"`.
         beta: \(\beta_i\).
         eta: \(\eta_i\), the cap of the preconditioner.
@@ -51,19 +51,18 @@ def root_moment(
 def followed(
     sigma: Tensor, level: Tensor, r: Tensor, step: Scalar, scheme: Scheme, beta: float
 ) -> tuple[Tensor, Tensor]:
-    r"""Return a sigma that follows the gradients of one parameter tensor, and its level. Ours.
+    r"""Return the updated sigma of a tensor where it follows the gradients, and its level. Ours.
 
     \(\sigma_i \leftarrow \max(\sigma_i, \mathrm{rms}(\sqrt{m_i}))\), the root mean square taken
-    over the tensor. It never decreases, so it is an instance of (2.12), with a gamma per tensor.
-    With \(\rho = b/(1 - b)\) the momentum of a typical coordinate is b, and under a constant
-    gradient the step is lr times the gradient over its root mean square, whatever the scale of the
-    loss.
+    over the tensor. It never decreases, so this is an instance of (2.12) with a gamma per tensor.
+    With \(\rho = b/(1 - b)\) a typical coordinate has momentum b, and under a constant gradient the
+    step is lr times the gradient over its root mean square, whatever the scale of the loss.
 
     Args:
         sigma: \(\sigma_i^\ell\), a tensor of one number.
-        level: mean over the tensor of what `update_moment` keeps, one number.
-        r: root mean square of \(r_i\) over the tensor, one number.
-        step: how often the level was updated, this time included.
+        level: the mean over the tensor of the moment of `update_moment`, one number.
+        r: the root mean square of \(r_i\) over the tensor, one number.
+        step: the number of updates of the level, the current one included.
         scheme: see `root_moment`.
         beta: see `root_moment`.
     """

@@ -19,7 +19,15 @@ from torch import Tensor
 from torchpisa.kernels import misa
 from torchpisa.kernels.cpu import native
 from torchpisa.kernels.foreach import FOREACH, knows
-from torchpisa.kernels.job import PLAIN_TYPES, Kernel, LocalJob, Member, Move, check_shapes, real
+from torchpisa.kernels.job import (
+    PLAIN_TYPES,
+    Consensus,
+    Kernel,
+    LocalJob,
+    Member,
+    check_shapes,
+    real,
+)
 from torchpisa.kernels.loop import LOOP
 from torchpisa.kernels.triton import plan as triton_plan
 from torchpisa.kernels.triton.plan import Plans
@@ -98,7 +106,7 @@ def for_missed_batch(settings: Mapping[str, Any], members: Sequence[Member]) -> 
 def for_consensus(
     settings: Mapping[str, Any],
     members: list[Member],
-    move: Move,
+    consensus: Consensus,
     keep: Tensor | None,
     sigma_follows: bool,
     key: Hashable,
@@ -108,7 +116,7 @@ def for_consensus(
     fused, foreach = settings["fused"], settings["foreach"]
     wanted = not sigma_follows and (fused or (fused is None and foreach is None))
     on_cpu = _on_cpu([member.param for member in members])
-    if wanted and not on_cpu and move.proximal is None:
+    if wanted and not on_cpu and consensus.proximal is None:
         plan = triton_plan.find_consensus(plans, key, members)
         if not isinstance(plan, str):
             return plan

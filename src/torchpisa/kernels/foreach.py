@@ -1,8 +1,8 @@
-"""The plain loop's mathematics with one call per operation for all parameters of a kind.
+"""The mathematics of `loop`, with one call per operation for many parameters.
 
-On a CPU tensors are cut into pieces, and small ones put together, so that a block is still in the
-cache when the next operation comes to it. Where many small ones have one shape, calls cost more
-than the work, and copies of them are stepped in one tensor.
+On a CPU the tensors are divided into blocks that stay in the cache from one operation to the next:
+large tensors are cut into pieces, small ones share a block. Where many small tensors have one
+shape, calls cost more than the work, so they are copied into one tensor and stepped there.
 """
 
 import math
@@ -17,10 +17,10 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz, resolvent
 from torchpisa.kernels.job import (
     TINY,
+    Consensus,
     Kernel,
     LocalJob,
     Member,
-    Move,
     check_shapes,
     compute_dtype,
     keys_shaped_like_params,
@@ -44,7 +44,7 @@ __all__ = [
     "Block",
     "Foreach",
     "add_one",
-    "blocks",
+    "cut_into_blocks",
     "knows",
     "leave_out_nonfinite",
     "like",
@@ -53,20 +53,20 @@ __all__ = [
     "write_back",
 ]
 
-# What foreach functions take: they return tuples.
+# torch's foreach functions take lists and return tuples.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
-# Elements of a block on a CPU; half a dozen float32 tensors of this size fit in a cache, and more
-# pieces would cost more calls than that saves.
+# Elements of a block on a CPU. Half a dozen float32 tensors of this size fit in a cache; smaller
+# blocks would cost more calls than they save.
 _CPU_BLOCK = 2**16
 
-# Elements up to which tensors of one shape are stacked on a CPU, where to copy them costs less than
-# the calls that this saves; and how many it takes for that.
-_SMALL = 2**10
+# On a CPU, at least `_FEWEST_STACKED` tensors of one shape and at most `_MAX_STACKED_SIZE` elements
+# each are copied into one tensor: this costs less than the calls that it saves.
+_MAX_STACKED_SIZE = 2**10
 _FEWEST_STACKED = 10
 
-# Blocks whose residuals are kept instead of being computed twice.
-_KEPT_BLOCKS = 2
+# With so many blocks or fewer, residuals that give sigma are kept for the step.
+_MAX_KEPT_BLOCKS = 2
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -86,7 +86,7 @@ class Foreach:
     slower: ClassVar[Kernel | None] = LOOP
 
     def supports(self, job: LocalJob) -> bool:
-        """Return whether the preconditioner is known, and the batch is known to take part."""
+        """Return whether the preconditioner is known, and the host knows that the batch counts."""
         return job.keep is None and knows(job.preconditioner)
 
     @torch.no_grad()
@@ -94,14 +94,14 @@ class Foreach:
         """Take the local step, see `Kernel`."""
         keys = slot_keys(job.slot)
         check_shapes(job.members, keys_shaped_like_params(job.preconditioner, job.slot))
-        for members in _alike(job.members, keys.dual):
+        for members in _by_dtype(job.members, keys.dual):
             steps = [member.state[keys.step] for member in members]
             add_one(steps)
             if type(job.preconditioner) in _ELEMENTWISE:
                 _elementwise_step(job, members, keys)
             else:
                 _matrix_step(job, members, keys)
-            if job.move is None:
+            if job.consensus is None:
                 for member in members:
                     member.state["arrived"] |= 1 << job.slot
 
@@ -110,7 +110,7 @@ class Foreach:
         """Return the norm of r for each member."""
         keys = slot_keys(job.slot)
         norms: list[Tensor] = []
-        for members in _alike(job.members, keys.dual):
+        for members in _by_dtype(job.members, keys.dual):
             duals = [real(member.state[keys.dual]) for member in members]
             dtype = compute_dtype(real(members[0].param), duals[0])
             rs = torch._foreach_add(like(duals, dtype), _gradients(job, members, dtype))
@@ -118,38 +118,43 @@ class Foreach:
         return norms
 
     @torch.no_grad()
-    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+    def take_consensus(
+        self, members: list[Member], consensus: Consensus, keep: Tensor | None
+    ) -> None:
         """Take the consensus, see `Kernel`; for `keep` None."""
         assert keep is None
         check_shapes(members, ("pending",))
-        for alike in _alike(members, "pending"):
-            params = [real(member.param) for member in alike]
-            totals = [real(member.state["pending"]) for member in alike]
-            scales = _scales(move, alike)
-            if move.proximal is not None:
-                _move(move, alike, params, totals, scales)
+        for same_dtype in _by_dtype(members, "pending"):
+            params = [real(member.param) for member in same_dtype]
+            totals = [real(member.state["pending"]) for member in same_dtype]
+            scales = _scales(consensus, same_dtype)
+            if consensus.proximal is not None:
+                _take_consensus(consensus, same_dtype, params, totals, scales)
                 continue
-            for block in blocks([totals, params], stack=False):  # for one or two operations
-                sums, some = block.pieces
-                _move(move, alike, some, sums, *block.pick(scales))
+            # Stacking does not pay for one or two operations.
+            for block in cut_into_blocks([totals, params], stack=False):
+                total_pieces, param_pieces = block.pieces
+                _take_consensus(
+                    consensus, same_dtype, param_pieces, total_pieces, *block.select(scales)
+                )
 
 
 FOREACH = Foreach()
 
 
-# Element by element: blocks of pieces
+# Elementwise rules: step block by block
 
 
 def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
-    """Step parameters whose rule takes each coordinate by itself."""
-    rule, move = job.preconditioner, job.move
+    """Step parameters whose rule is elementwise."""
+    rule, consensus = job.preconditioner, job.consensus
     duals, moments, targets, steps = [], [], [], []
     for param, _, state, _ in members:
         duals.append(state[keys.dual])
         steps.append(state[keys.step])
         if isinstance(rule, SecondMoment):
             moments.append(state[keys.moment])
-        if move is not None:
+        if consensus is not None:
             targets.append(param)
         else:
             if not state["arrived"]:
@@ -164,58 +169,63 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         columns.append(moments)
     if param.is_complex():
         columns = [[real(tensor) for tensor in column] for column in columns]
-    whole = move is not None and move.proximal is not None
-    cut = [Block(range(len(members)), columns)] if whole else blocks(columns)
+    needs_whole_tensors = consensus is not None and consensus.proximal is not None
+    if needs_whole_tensors:
+        blocks = [Block(range(len(members)), columns)]
+    else:
+        blocks = cut_into_blocks(columns)
     counts: Any = steps
     if steps[0].is_cpu:
         counts = one_if_equal(list(map(Tensor.item, steps)))
     ratios: Any
     scale: Any = None
-    gathered: list[Any] = []
+    kept: list[Any] = []
     if job.sigma is None:
-        sigma, gathered = _follow(job, members, keys, cut, counts)
+        sigma, kept = _update_sigmas(job, members, keys, blocks, counts)
         ratios = job.rho * sigma.reciprocal()
-        if move is not None:
-            scale = move.scale(sigma)
+        if consensus is not None:
+            scale = consensus.scale(sigma)
     else:
         ratios = job.rho / job.sigma
-        if move is not None:
-            scale = move.scale()
+        if consensus is not None:
+            scale = consensus.scale()
     factors: tuple[Any, ...] = ()
     if isinstance(rule, SecondMoment):
         factors = _root_factors(rule, ratios, counts)
-    numbers = _in_dtype([scale, *factors], dtype, cut)
-    for number, block in enumerate(cut):
-        of_block, rs = gathered[number] if gathered else (block.gather(), None)
-        grads, stored, some, *others = of_block
+    numbers = _in_dtype([scale, *factors], dtype, blocks)
+    for index, block in enumerate(blocks):
+        block_columns, rs = kept[index] if kept else (block.gather(), None)
+        grads, stored, target_pieces, *moment_pieces = block_columns
         pis = stored if stored[0].dtype == dtype else like(stored, dtype)
         if rs is None:
             rs = _residuals(job, pis, grads)
-        scale, *of_roots = block.pick(*numbers)
+        scale, *root_factors = block.select(*numbers)
         if isinstance(rule, SecondMoment):
-            _divide_by_roots(rule, rs, others[0], _RootFactors(*of_roots), job.stochastic_rounding)
+            _divide_by_roots(
+                rule, rs, moment_pieces[0], _RootFactors(*root_factors), job.stochastic_rounding
+            )
         elif isinstance(rule, SpectralConsensus):
             torch._foreach_mul_(rs, rule.momentum - 1)
         else:
             torch._foreach_mul_(rs, -1 / (1 + ratios))
-        # What rs holds now is delta; u = pi + 2 delta is the new dual plus delta.
+        # rs now holds delta; u = pi + 2 delta is the new dual plus delta.
         torch._foreach_add_(pis, rs)
         torch._foreach_add_(rs, pis)
-        if move is None:
-            _accumulate(job, some, rs)
+        if consensus is None:
+            _accumulate(job, target_pieces, rs)
         else:
-            _move(move, members, some, rs, scale, ours=True)
+            _take_consensus(consensus, members, target_pieces, rs, scale, may_overwrite=True)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
         if pis is not stored:
             write_back(stored, pis, job.stochastic_rounding)
-        block.store(of_block)
+        block.store(block_columns)
 
 
 class _RootFactors(NamedTuple):
-    """What a root of the second moment becomes: delta = r / (scale min(root, cap) + shift).
+    """The numbers of delta = r / (scale min(root, cap) + shift), with root = sqrt(moment).
 
-    Each is one number, or one for each parameter in a list or a tensor.
+    Each is one number, or one per parameter in a list or a tensor.
     """
 
     scale: Any
@@ -224,18 +234,20 @@ class _RootFactors(NamedTuple):
 
 
 def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
-    """Return delta = -r / (1 + (rho / sigma)(sqrt(m) + eps)) in terms of the uncorrected root.
+    """Return the factors that give delta = -r / (1 + (rho / sigma)(min(root / c, eta) + eps)).
+
+    c = sqrt(1 - beta^count) corrects the bias in Scheme III, else it is 1. As part of the factors
+    it costs no pass over the tensors.
 
     Args:
         rule: the preconditioner.
-        ratios: rho / sigma, a number or a tensor with one for each parameter.
-        counts: how often moments were updated: a number, or a list with one for each parameter.
+        ratios: rho / sigma, a number or a tensor with one per parameter.
+        counts: how often the moments were updated, a number or a list with one per parameter.
     """
-    # The bias correction of Scheme III goes into the numbers instead of over the tensors.
     adam = rule.scheme == "adam"
     correction: Any
     if isinstance(ratios, Tensor) and ratios.dim() == 1:
-        steps = _in_one_tensor(counts, ratios)
+        steps = _stacked_counts(counts, ratios)
         correction = (1 - rule.beta**steps) ** 0.5 if adam else 1.0
         return _RootFactors(
             scale=ratios / -correction,
@@ -251,45 +263,48 @@ def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
     return _RootFactors([-ratios / correction for correction in corrections], shift, caps)
 
 
-def _in_one_tensor(counts: Any, like_this: Tensor) -> Any:
-    """Return counters of several parameters in one tensor; one for all of them as it is."""
+def _stacked_counts(counts: Any, like_this: Tensor) -> Any:
+    """Return a list of counts as one tensor; a single number as it is."""
     if not isinstance(counts, list):
         return counts
     if isinstance(counts[0], Tensor):
         return torch.stack(counts).to(like_this)
     if like_this.is_cpu:
         return torch.tensor(counts, dtype=like_this.dtype, device="cpu")
-    # Filled where it is: a copy from the host would wait for the device.
+    # Filled on the device: a copy from the host would wait for it.
     return torch.stack([like_this.new_full((), count) for count in counts])
 
 
-def _in_dtype(numbers: Sequence[Any], dtype: torch.dtype, cut: Sequence["Block"]) -> list[Any]:
-    """Return numbers, or tensors of one for each member, as `Block.pick` is fastest with.
+def _in_dtype(numbers: Sequence[Any], dtype: torch.dtype, blocks: Sequence["Block"]) -> list[Any]:
+    """Return numbers in the form in which `Block.select` and foreach are fastest.
 
-    In the dtype of what they are combined with, so that foreach need not convert each of them.
+    Args:
+        numbers: each one number for all members, or a tensor with one per member.
+        dtype: that of the tensors they are combined with; foreach need not convert then.
+        blocks: the blocks.
     """
     ready: list[Any] = []
     for values in numbers:
         if isinstance(values, Tensor) and values.dim() == 1:
             values = values.to(dtype)
-            if not cut[-1].stacks:  # those that do come first
+            if not blocks[-1].stacks:  # blocks that stack come first
                 values = list(values.unbind())
         ready.append(values)
     return ready
 
 
 def add_one(steps: list[Tensor]) -> None:
-    """Count a step."""
-    if steps[0].is_cpu:  # where a list of tensors takes a third of the time of a number
+    """Add one to each step counter."""
+    if steps[0].is_cpu:  # a list of tensors takes a third of the time that a number takes
         torch._foreach_add_(steps, [_ONE] * len(steps))
     else:
         torch._foreach_add_(steps, 1.0)
 
 
 def scalars(values: Any, tensors: Tensors) -> Any:
-    """Return numbers as foreach is fastest with: for several tensors on a CPU, in tensors.
+    """Return numbers in the form in which foreach is fastest: for tensors on a CPU, as tensors.
 
-    It would make them of each number anew.
+    foreach would convert a number once for each tensor.
     """
     if len(tensors) == 1 or not tensors[0].is_cpu or isinstance(values, Tensor):
         return values
@@ -307,7 +322,7 @@ def _divide_by_roots(
     factors: _RootFactors,
     stochastic_rounding: bool,
 ) -> None:
-    """Update the moments, and divide r by what `factors` make of their roots."""
+    """Update the moments by (4.4), and turn r into delta, see `_RootFactors`."""
     moments = stored if stored[0].dtype == rs[0].dtype else like(stored, rs[0].dtype)
     if rule.scheme == "adagrad":
         torch._foreach_addcmul_(moments, rs, rs)
@@ -326,34 +341,34 @@ def _divide_by_roots(
     torch._foreach_div_(rs, roots)
 
 
-def _follow(
-    job: LocalJob, members: list[Member], keys: SlotKeys, cut: Sequence["Block"], counts: Any
+def _update_sigmas(
+    job: LocalJob, members: list[Member], keys: SlotKeys, blocks: Sequence["Block"], counts: Any
 ) -> tuple[Tensor, list[tuple[Sequence[Tensors], tuple[Tensor, ...]]]]:
-    """Let the sigma of every parameter follow its gradients.
+    """Update each parameter's sigma and level from its residual: `algorithms.sisa.followed`.
 
     Returns:
-        All of them in one tensor; and what the blocks gathered, with the residuals, if that is
-        little enough to be kept.
+        The sigmas in one tensor; and for each block its gathered columns and residuals, or an empty
+        list if there are too many blocks to keep them.
     """
     rule = job.preconditioner
     assert isinstance(rule, SecondMoment)
-    few = len(cut) <= _KEPT_BLOCKS
+    keeps_residuals = len(blocks) <= _MAX_KEPT_BLOCKS
     owners: list[int] = []
-    norms, gathered = [], []
-    for block in cut:
-        columns = block.gather() if few else block.pieces
+    norms, kept = [], []
+    for block in blocks:
+        columns = block.gather() if keeps_residuals else block.pieces
         grads, stored, *_ = columns
         rs = _residuals(job, like(stored, grads[0].dtype), grads)
         norms.append(block.norms(rs))
         owners += block.indexes
-        if few:
-            gathered.append((columns, rs))
+        if keeps_residuals:
+            kept.append((columns, rs))
     sizes, old_sigmas, old_levels = [], [], []
     for param, _, state, whole in members:
         sizes.append((param if whole is None else whole).numel())
         old_sigmas.append(state[keys.sigma])
         old_levels.append(state[keys.level])
-    norm = _of_members(norms, owners, len(members))
+    norm = _norms_of_members(norms, owners, len(members))
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
 
@@ -366,18 +381,26 @@ def _follow(
     else:  # a copy from the host would wait for the device
         rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
     sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
-    steps = _in_one_tensor(counts, level)
-    new, level = sisa.followed(sigma, level, rms.to(level.dtype), steps, rule.scheme, rule.beta)
-    new = new.clamp_(min=TINY)
+    steps = _stacked_counts(counts, level)
+    new_sigma, level = sisa.followed(
+        sigma, level, rms.to(level.dtype), steps, rule.scheme, rule.beta
+    )
+    new_sigma = new_sigma.clamp_(min=TINY)
     torch._foreach_copy_(old_levels, level.unbind())
-    # It grows in few of the steps; a device would have to be waited for to know.
-    if not sigma.is_cpu or not torch.equal(sigma, new):
-        torch._foreach_copy_(old_sigmas, new.unbind())
-    return new, gathered
+    # Sigma grows in few steps, so a CPU mostly spares the copy; a device is not waited for.
+    if not sigma.is_cpu or not torch.equal(sigma, new_sigma):
+        torch._foreach_copy_(old_sigmas, new_sigma.unbind())
+    return new_sigma, kept
 
 
-def _of_members(norms: Sequence[Tensor], owners: list[int], count: int) -> Tensor:
-    """Return the norms of `count` members from those of their pieces, by block."""
+def _norms_of_members(norms: Sequence[Tensor], owners: list[int], count: int) -> Tensor:
+    """Return one norm per member from the norms of its pieces.
+
+    Args:
+        norms: for each block, the norms of its pieces.
+        owners: the member that each piece belongs to.
+        count: the number of members.
+    """
     if owners == list(range(count)):
         return norms[0] if len(norms) == 1 else torch.cat(norms)  # type: ignore[arg-type]
     squares = torch.cat(norms).square()  # type: ignore[arg-type]
@@ -386,6 +409,7 @@ def _of_members(norms: Sequence[Tensor], owners: list[int], count: int) -> Tenso
 
 
 def _residuals(job: LocalJob, duals: Tensors, grads: Tensors) -> tuple[Tensor, ...]:
+    """Return r = pi + g, clipped."""
     rs = torch._foreach_add(duals, grads)
     if job.clip_scale is not None:
         torch._foreach_mul_(rs, job.clip_scale.to(rs[0].device))
@@ -393,13 +417,14 @@ def _residuals(job: LocalJob, duals: Tensors, grads: Tensors) -> tuple[Tensor, .
 
 
 class Block(NamedTuple):
-    """Corresponding pieces of the tensors of some members, in columns.
+    """Tensors, or pieces of them, that are stepped together.
 
     Attributes:
-        indexes: whose the pieces are.
-        pieces: the columns, such as gradients and parameters; the first is only read.
-        stacks: whether the pieces are so small that it pays to compute with copies of them in one
-            tensor; they have one shape then.
+        indexes: the member that each piece belongs to.
+        pieces: columns of corresponding pieces, such as gradients and parameters; the first column
+            is only read.
+        stacks: True if the pieces have one shape and are so small that it pays to compute with
+            copies of them in one tensor.
     """
 
     indexes: Sequence[int]
@@ -411,7 +436,7 @@ class Block(NamedTuple):
         return [[torch.stack(column)] for column in self.pieces] if self.stacks else self.pieces
 
     def store(self, columns: Sequence[Tensors]) -> None:
-        """Write back what `gather` returned, if these are copies, all but the first column."""
+        """Write the columns that `gather` returned back if they are copies, except the first."""
         if self.stacks:
             for pieces, (stack,) in zip(self.pieces[1:], columns[1:], strict=True):
                 torch._foreach_copy_(pieces, stack.unbind())
@@ -423,13 +448,13 @@ class Block(NamedTuple):
         norms: Tensor = torch.linalg.vector_norm(column[0].unsqueeze(-1).flatten(1), dim=1)
         return norms
 
-    def pick(self, *numbers: Any) -> list[Any]:
-        """Return the block's of several numbers, each as foreach takes it with a column.
+    def select(self, *numbers: Any) -> list[Any]:
+        """Return numbers for the members of this block, as foreach takes them with a column.
 
         Args:
-            numbers: each one for all members, or a list or tensor of one for each of them.
+            numbers: each one number for all members, or a list or tensor with one per member.
         """
-        picked: list[Any] = []
+        selected: list[Any] = []
         for values in numbers:
             if isinstance(values, list):
                 if len(self.indexes) < len(values):
@@ -442,54 +467,54 @@ class Block(NamedTuple):
                 values = values[list(self.indexes)]
             if self.stacks and isinstance(values, Tensor) and values.dim() == 1:
                 values = [values.view(-1, *[1] * self.pieces[0][0].dim())]
-            picked.append(values)
-        return picked
+            selected.append(values)
+        return selected
 
 
-def blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Block]:
-    """Return the tensors in all columns, or corresponding pieces of them, in blocks.
-
-    Those that stack come first.
+def cut_into_blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Block]:
+    """Divide tensors into blocks; those that stack come first.
 
     Args:
-        columns: gradients, parameters and so on, in the same order; of one device. The first is
-            only read.
-        stack: whether small ones may be stacked, which pays for half a dozen operations.
+        columns: gradients, parameters and so on, in the same order and on one device. The first
+            column is only read.
+        stack: allow stacking, which pays from half a dozen operations on.
     """
     first = columns[0]
     sizes = list(map(Tensor.numel, first))
-    few = len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK
-    if few or not first[0].is_cpu:
+    fits_one_block = len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK
+    if fits_one_block or not first[0].is_cpu:
         return [Block(range(len(first)), columns)]
-    others: list[int] = []
+    unstacked: list[int] = []
     by_shape: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(first):
-        if stack and sizes[index] <= _SMALL:
+        if stack and sizes[index] <= _MAX_STACKED_SIZE:
             by_shape.setdefault(tensor.shape, []).append(index)
         else:
-            others.append(index)
-    cut: list[Block] = []
-    for alike in by_shape.values():
-        if len(alike) < _FEWEST_STACKED:
-            others += alike
+            unstacked.append(index)
+    blocks: list[Block] = []
+    for same_shape in by_shape.values():
+        if len(same_shape) < _FEWEST_STACKED:
+            unstacked += same_shape
             continue
-        for indexes in _runs(alike, sizes):
-            cut.append(Block(indexes, [[c[i] for i in indexes] for c in columns], stacks=True))
+        for indexes in _runs(same_shape, sizes):
+            blocks.append(Block(indexes, [[c[i] for i in indexes] for c in columns], stacks=True))
     uncut = []
-    for index in others:
+    for index in unstacked:
         row = [column[index] for column in columns]
         if sizes[index] > _CPU_BLOCK and all(tensor.is_contiguous() for tensor in row):
-            pieces = (torch.split(tensor.view(-1), _CPU_BLOCK) for tensor in row)
-            cut += [Block([index], [[t] for t in piece]) for piece in zip(*pieces, strict=True)]
+            splits = (torch.split(tensor.view(-1), _CPU_BLOCK) for tensor in row)
+            blocks += [
+                Block([index], [[t] for t in pieces]) for pieces in zip(*splits, strict=True)
+            ]
         else:
             uncut.append(index)
     for indexes in _runs(uncut, sizes):
-        cut.append(Block(indexes, [[column[i] for i in indexes] for column in columns]))
-    return cut
+        blocks.append(Block(indexes, [[column[i] for i in indexes] for column in columns]))
+    return blocks
 
 
 def _runs(indexes: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield indexes in lists, each of one tensor or of no more elements than a block has."""
+    """Yield the indexes in lists: tensors that fit into one block, or one that does not."""
     run: list[int] = []
     elements = 0
     for index in indexes:
@@ -502,11 +527,11 @@ def _runs(indexes: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
         yield run
 
 
-# Whole matrices
+# Rules of matrices: step whole tensors
 
 
 def _matrix_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
-    """Step parameters whose rule needs all of a matrix at once."""
+    """Step parameters whose rule needs whole matrices."""
     params = [real(member.param) for member in members]
     stored = [real(member.state[keys.dual]) for member in members]
     dtype = compute_dtype(params[0], stored[0])
@@ -515,8 +540,8 @@ def _matrix_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
     deltas = _MATRIX_SOLVERS[type(job.preconditioner)](job, members, duals, grads, keys)
     torch._foreach_add_(duals, deltas)
     torch._foreach_add_(deltas, duals)  # u = pi + 2 delta
-    if job.move is not None:
-        _move(job.move, members, params, deltas, _scales(job.move, members))
+    if job.consensus is not None:
+        _take_consensus(job.consensus, members, params, deltas, _scales(job.consensus, members))
     else:
         for member in members:
             if not member.state["arrived"]:
@@ -527,12 +552,13 @@ def _matrix_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
     write_back(stored, duals, job.stochastic_rounding)
 
 
-# Each solver returns delta = sigma d, in memory that is the caller's.
+# Each solver returns delta = sigma d in new memory.
 
 
 def _newton_schulz(
     job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors, keys: SlotKeys
 ) -> Tensors:
+    """Return delta = -(pi + o) / (1 + (rho / sigma) |pi + o|), equation (4.6)."""
     rule = job.preconditioner
     assert isinstance(rule, NewtonSchulz)
     stored = [real(member.state[keys.momentum]) for member in members]
@@ -547,7 +573,7 @@ def _newton_schulz(
     def orthogonalized(matrices: Sequence[Tensor]) -> list[Tensor]:
         return newton_schulz.orthogonalize(matrices, rule.ns_steps, rule.dtype)
 
-    os = _of_matrices(members, bs, orthogonalized)
+    os = _solve_matrices(members, bs, orthogonalized)
     if rule.aspect_scaling:
         shapes = [member.origin.shape for member in members]
         scales = [rule.scale(shape[0], shape.numel() // shape[0]) for shape in shapes]
@@ -555,12 +581,12 @@ def _newton_schulz(
     sums = [o.view_as(b) for o, b in zip(os, bs, strict=True)]
     torch._foreach_add_(sums, duals)
     denominators = torch._foreach_abs(sums)
-    kind = torch.finfo(sums[0].dtype)
-    least = kind.tiny * kind.eps
+    dtype_info = torch.finfo(sums[0].dtype)
+    smallest = dtype_info.tiny * dtype_info.eps
     for s, step in zip(sums, _steps(members, keys), strict=True):
         perturbation = rule.perturbation**step
-        # After a few steps nothing is left of it in the dtype, unless the device alone knows.
-        if isinstance(perturbation, Tensor) or perturbation >= least:
+        # It soon underflows; on a device it is a tensor, and the host does not know its value.
+        if isinstance(perturbation, Tensor) or perturbation >= smallest:
             s.add_(perturbation * (s == 0))
     torch._foreach_mul_(denominators, -job.rho / job.penalty)
     torch._foreach_add_(denominators, -1.0)
@@ -571,10 +597,11 @@ def _newton_schulz(
 def _spectral(
     job: LocalJob, members: list[Member], duals: Tensors, grads: Tensors, keys: SlotKeys
 ) -> Tensors:
+    """Return delta = -(I + (rho / sigma) Q)^-1 r."""
     rule = job.preconditioner
     assert isinstance(rule, Spectral)
     rs = _residuals(job, duals, grads)
-    # For sigma d at once: (sigma I + rho Q)^-1 r leaves the range of the dtype as sigma grows.
+    # Not d, which is (sigma I + rho Q)^-1 r and underflows as sigma grows.
     ratio = job.rho / job.penalty
     ys: Tensors
     if rule.average:
@@ -597,10 +624,10 @@ _MATRIX_SOLVERS: dict[
 ] = {NewtonSchulz: _newton_schulz, Spectral: _spectral}
 
 
-def _of_matrices(
+def _solve_matrices(
     members: list[Member], tensors: Tensors, solve: Callable[[Sequence[Tensor]], list[Tensor]]
 ) -> Tensors:
-    """Return what `solve` makes of whole matrices, also where they are spread over processes."""
+    """Apply `solve` to whole matrices; its owner applies it to a matrix that is sharded."""
     if members[0].whole is not None:
         from torchpisa.distributed import owners
 
@@ -611,40 +638,40 @@ def _of_matrices(
 def _resolvents(
     members: list[Member], rs: Tensors, rule: Spectral, sigma: Scalar, rho: Scalar
 ) -> Tensors:
-    """Return (sigma I + rho Q)^-1 r for matrices that belong to `members`."""
-    return _of_matrices(members, rs, lambda ms: resolvent.resolvents(ms, rule, sigma, rho))
+    """Return (sigma I + rho Q)^-1 r for the matrices of `members`."""
+    return _solve_matrices(members, rs, lambda ms: resolvent.resolvents(ms, rule, sigma, rho))
 
 
-# What all rules share
+# Shared by all rules
 
 
-def _alike(members: list[Member], key: str) -> list[list[Member]]:
-    """Return members in lists that share devices and dtypes, as the fast routes want them.
+def _by_dtype(members: list[Member], key: str) -> list[list[Member]]:
+    """Return the members in lists that share device and dtypes, as foreach is fastest with.
 
     Args:
         members: the parameters.
         key: the state whose dtype counts.
     """
-    kinds: dict[object, list[Member]] = {}
+    lists: dict[object, list[Member]] = {}
     for member in members:
         param, grad, state, whole = member
-        dtype = None if grad is None else grad.dtype
-        kind = param.device, param.dtype, state[key].dtype, dtype, whole is None
-        kinds.setdefault(kind, []).append(member)
-    return list(kinds.values())
+        grad_dtype = None if grad is None else grad.dtype
+        shared = param.device, param.dtype, state[key].dtype, grad_dtype, whole is None
+        lists.setdefault(shared, []).append(member)
+    return list(lists.values())
 
 
 def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tensors:
-    """Return g_i in `dtype`, never to be written to: it may be the user's own gradient."""
+    """Return g_i in `dtype`; do not modify the result, which may be the user's own gradient."""
     grads: Tensors
     if members[0].grad is None:
         grads = [torch.zeros_like(real(member.param), dtype=dtype) for member in members]
     else:
-        given = []
+        stored = []
         for member in members:
             assert member.grad is not None
-            given.append(member.grad if not member.grad.is_complex() else real(member.grad))
-        grads = given if given[0].dtype == dtype else like(given, dtype)
+            stored.append(member.grad if not member.grad.is_complex() else real(member.grad))
+        grads = stored if stored[0].dtype == dtype else like(stored, dtype)
         if job.flags is not None:
             pairs = zip(job.members, job.flags, strict=True)
             flags = {id(member.param): flag for member, flag in pairs}
@@ -660,62 +687,62 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
 
 
 def leave_out_nonfinite(grads: Tensors, flags: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of gradients, with zeros for those that are not finite, and raise their flags.
+    """Return copies of gradients, zero where one has non-finite entries, and set its flag.
 
-    Nobody waits for a device to know which.
+    The host does not wait for the device.
     """
     # A gradient so large that its square overflows counts as infinite.
     norms = torch._foreach_norm(grads)
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-    good = torch.stack([norm.to(dtype) for norm in norms]).isfinite()
-    torch._foreach_add_(list(flags), good.logical_not().to(torch.float32).unbind())
-    return [torch.where(keep, g, 0) for keep, g in zip(good.unbind(), grads, strict=True)]
+    finite = torch.stack([norm.to(dtype) for norm in norms]).isfinite()
+    torch._foreach_add_(list(flags), finite.logical_not().to(torch.float32).unbind())
+    return [torch.where(keep, g, 0) for keep, g in zip(finite.unbind(), grads, strict=True)]
 
 
 def _accumulate(job: LocalJob, stored: Tensors, contributions: Tensors) -> None:
-    """Add a_i u_i to the sum of the round."""
+    """Add alpha_i u_i to the pending sum."""
     totals = like(stored, contributions[0].dtype)
     torch._foreach_add_(totals, contributions, alpha=job.weight)
     write_back(stored, totals, job.stochastic_rounding)
 
 
-def _scales(move: Move, members: list[Member]) -> Any:
-    """Return lr / (S + lr lambda): one number, or one per member where sigma follows gradients."""
-    if isinstance(move.total_sigma, float | Tensor):
-        return move.scale()
-    return [move.scale(move.total(member)) for member in members]
+def _scales(consensus: Consensus, members: list[Member]) -> Any:
+    """Return lr / (S + lr lambda): one number, or one per member if sigma follows gradients."""
+    if isinstance(consensus.total_sigma, float | Tensor):
+        return consensus.scale()
+    return [consensus.scale(consensus.total(member)) for member in members]
 
 
-def _move(
-    move: Move,
+def _take_consensus(
+    consensus: Consensus,
     members: list[Member],
     stored: Tensors,
     totals: Tensors,
     scales: Any,
-    ours: bool = False,
+    may_overwrite: bool = False,
 ) -> None:
-    """Take the consensus.
+    """Take equation (2.9), w = w + lr (U - lambda w) / (S + lr lambda).
 
     Args:
-        move: its numbers.
+        consensus: its numbers.
         members: the parameters, for a proximal term.
-        stored: what is moved, parameters or pieces of them.
+        stored: w, parameters or pieces of them.
         totals: U.
-        scales: from `_scales`, of each piece or of all.
-        ours: whether U may be written to.
+        scales: the quotient from `_scales`, one for all pieces or one for each.
+        may_overwrite: allow writing to `totals`.
     """
     ws = stored
     if stored[0].dtype != totals[0].dtype or stored[0].dtype.itemsize < 4:
         dtype = compute_dtype(stored[0], totals[0])
         ws, totals = like(stored, dtype), like(totals, dtype)
-    if move.consensus_decay != 0:
-        totals = list(torch._foreach_add(totals, ws, alpha=-move.consensus_decay))
-    if move.proximal is not None:
-        assert isinstance(move.total_sigma, float | Tensor)
-        sigma = move.total_sigma + move.lr * move.consensus_decay
-        ys = _resolvents(members, totals, move.proximal, sigma, move.rho)
+    if consensus.consensus_decay != 0:
+        totals = list(torch._foreach_add(totals, ws, alpha=-consensus.consensus_decay))
+    if consensus.proximal is not None:
+        assert isinstance(consensus.total_sigma, float | Tensor)
+        sigma = consensus.total_sigma + consensus.lr * consensus.consensus_decay
+        ys = _resolvents(members, totals, consensus.proximal, sigma, consensus.rho)
         totals = [y.reshape(total.shape) for y, total in zip(ys, totals, strict=True)]
-        scales = move.lr
+        scales = consensus.lr
     if isinstance(scales, float | int):
         torch._foreach_add_(ws, totals, alpha=scales)
     else:
@@ -726,22 +753,22 @@ def _move(
             if scales[0].device != device or scales[0].dtype != dtype:
                 scales = [scale.to(device, dtype) for scale in scales]
         scales = scalars(scales, ws)
-        if ours:
+        if may_overwrite:
             torch._foreach_mul_(totals, scales)
         else:
             totals = torch._foreach_mul(totals, scales)
         torch._foreach_add_(ws, totals)
     if ws is not stored:
-        write_back(stored, ws, move.stochastic_rounding)
+        write_back(stored, ws, consensus.stochastic_rounding)
 
 
 def like(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return tensors of one dtype in `dtype`: the same list if they have it already."""
+    """Return tensors converted to `dtype`, or the same list if they have it already."""
     return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
 
 
 def write_back(stored: Tensors, computed: Tensors, stochastic_rounding: bool) -> None:
-    """Write what was computed in a wider dtype, if it is not there already."""
+    """Copy results from a wider dtype to where they are stored, unless they are there already."""
     if stored is computed:
         return
     if stochastic_rounding:
@@ -752,7 +779,7 @@ def write_back(stored: Tensors, computed: Tensors, stochastic_rounding: bool) ->
 
 
 def _steps(members: list[Member], keys: SlotKeys) -> list[Scalar]:
-    """Return how often each parameter was stepped, this time included."""
+    """Return the step count of each parameter, the current step included."""
     steps = [member.state[keys.step] for member in members]
     if steps[0].device.type == "cpu":
         return [step.item() for step in steps]
@@ -760,5 +787,5 @@ def _steps(members: list[Member], keys: SlotKeys) -> list[Scalar]:
 
 
 def one_if_equal(values: list[Any]) -> Any:
-    """Return a list of numbers, or the number itself if they are all the same."""
+    """Return the number that all entries of a list equal, or the list if they differ."""
     return values[0] if values.count(values[0]) == len(values) else values

@@ -14,11 +14,11 @@ from torchpisa.state_keys import slot_keys
 __all__ = [
     "PLAIN_TYPES",
     "TINY",
+    "Consensus",
     "FindsNonfinite",
     "Kernel",
     "LocalJob",
     "Member",
-    "Move",
     "check_shapes",
     "compute_dtype",
     "keys_shaped_like_params",
@@ -53,11 +53,18 @@ class Member(NamedTuple):
         return self.param if self.whole is None else self.whole
 
 
-class Move(NamedTuple):
-    """The numbers of a consensus: S, lambda, the learning rate, rounding and the proximal term.
+class Consensus(NamedTuple):
+    """The numbers of equation (2.9), w = w + lr (U - lambda w) / (S + lr lambda).
 
-    S is one number for all parameters. Where sigma follows the gradients it is one for each of
-    them, by `id` of the parameter, or None with a single batch, whose sigma it then is.
+    Attributes:
+        total_sigma: S, one number for all parameters. Where sigma follows the gradients: a number
+            for each, by the `id` of the parameter, or None in a round of one batch, for the sigma
+            in the parameter's state.
+        consensus_decay: lambda.
+        lr: the learning rate.
+        stochastic_rounding: round weights in bfloat16 at random instead of to nearest.
+        proximal: the preconditioner whose proximal step replaces the formula, or None.
+        rho: the sum of rho over the batches, weighted by alpha, for `proximal`.
     """
 
     total_sigma: Scalar | Mapping[int, Scalar] | None
@@ -71,14 +78,14 @@ class Move(NamedTuple):
         """Return lr / (S + lr lambda), the factor on U - lambda w.
 
         Args:
-            total_sigma: S of one parameter; None if all have the same.
+            total_sigma: S for one parameter, or for several in one tensor; None if all share one.
         """
         total: Any = self.total_sigma if total_sigma is None else total_sigma
         scale: Scalar = self.lr / (total + self.lr * self.consensus_decay)
         return scale
 
     def total(self, member: Member) -> Scalar:
-        """Return S of a parameter, above zero even before the first gradient."""
+        """Return S for a parameter; it is above zero even before the first gradient."""
         if self.total_sigma is None:
             return sigma_of(member, 0)
         if isinstance(self.total_sigma, Mapping):
@@ -103,7 +110,8 @@ class LocalJob:
         maximize: negate the gradients.
         keep: a 0-d bool tensor, False if the batch counts as absent; None for True. Kernels do not
             read its value, because the host would wait for the device.
-        move: the consensus to take in the same step (one batch), or None to add to `pending`.
+        consensus: the consensus to take in the same step, in a round of one batch; None to add to
+            `pending` instead.
         stochastic_rounding: round what is stored in bfloat16 at random instead of to nearest.
         grad_scale: factor of a GradScaler on the gradients, or None.
         clip_scale: factor on the residual, or None.
@@ -123,7 +131,7 @@ class LocalJob:
     dual_decay: float
     maximize: bool
     keep: Tensor | None
-    move: Move | None
+    consensus: Consensus | None
     stochastic_rounding: bool = False
     grad_scale: Tensor | None = None
     clip_scale: Tensor | None = None
@@ -163,12 +171,14 @@ class Kernel(FindsNonfinite, Protocol):
         """Return whether `local_step` takes this job."""
 
     def local_step(self, job: LocalJob) -> None:
-        """Take equations (2.10) to (2.14) for one batch; with `job.move` also consensus (2.9)."""
+        """Take equations (2.10) to (2.14) for one batch; with `job.consensus` also (2.9)."""
 
     def residual_norm(self, job: LocalJob) -> list[Tensor]:
         """Return norms of r_i as 0-d tensors, each over one or more members."""
 
-    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+    def take_consensus(
+        self, members: list[Member], consensus: Consensus, keep: Tensor | None
+    ) -> None:
         """Take equation (2.9) with the sum in `pending`; change nothing if `keep` is False."""
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torchpisa.algorithms import pisa, sisa
 from torchpisa.kernels.job import (
     TINY,
+    Consensus,
     Kernel,
     LocalJob,
     Member,
-    Move,
     check_shapes,
     compute_dtype,
     keys_shaped_like_params,
@@ -49,15 +49,15 @@ class Loop:
                 _preconditioner_state(job, member, problem.dual.dtype)
                 for member, problem in zip(chunk, problems, strict=True)
             ]
-            followed = [_follow(job, *pair) for pair in zip(chunk, problems, strict=True)]
+            new_sigmas = [_updated_sigma(job, *pair) for pair in zip(chunk, problems, strict=True)]
             problems = [
                 replace(problem, sigma=new["sigma"]) if new else problem
-                for problem, new in zip(problems, followed, strict=True)
+                for problem, new in zip(problems, new_sigmas, strict=True)
             ]
             solved = solve_for_deltas(job.preconditioner, problems, states)
             _check_solution(job.preconditioner, problems, states, solved)
             for member, problem, state, (delta, new_state), new_sigma in zip(
-                chunk, problems, states, solved, followed, strict=True
+                chunk, problems, states, solved, new_sigmas, strict=True
             ):
                 local = pisa.local_step_of_delta(problem.dual, delta, job.dual_decay)
                 keep = _keep(job, problem.dual)
@@ -73,11 +73,13 @@ class Loop:
         return [torch.linalg.vector_norm(problem.residual) for problem in problems]
 
     @torch.no_grad()
-    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+    def take_consensus(
+        self, members: list[Member], consensus: Consensus, keep: Tensor | None
+    ) -> None:
         """Take the consensus, see `Kernel`."""
         check_shapes(members, ("pending",))
         for member in members:
-            _move(member, real(member.state["pending"]), move, keep)
+            _take_consensus(member, real(member.state["pending"]), consensus, keep)
 
 
 LOOP = Loop()
@@ -126,8 +128,8 @@ def _problem(job: LocalJob, member: Member) -> LocalProblem:
     )
 
 
-def _follow(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, Tensor]:
-    """Return the new sigma and level if sigma follows the gradients, else an empty dictionary."""
+def _updated_sigma(job: LocalJob, member: Member, problem: LocalProblem) -> dict[str, Tensor]:
+    """Return the new sigma and level if sigma follows the gradients, else an empty dict."""
     rule = job.preconditioner
     if job.sigma is not None:
         return {}
@@ -197,8 +199,8 @@ def _store(
         target = real(stored[state_key(name, job.slot)])
         store(target, chosen(value, state[name]), job.stochastic_rounding)
     _count(stored, state_key("step", job.slot), keep)
-    if job.move is not None:
-        _move(member, contribution, job.move, keep)
+    if job.consensus is not None:
+        _take_consensus(member, contribution, job.consensus, keep)
     else:
         total = job.weight * contribution
         if stored["arrived"]:
@@ -233,14 +235,16 @@ def _chooser(keep: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda new, old: torch.where(keep, new, old)
 
 
-def _move(member: Member, total: Tensor, move: Move, keep: Tensor | None) -> None:
+def _take_consensus(
+    member: Member, total: Tensor, consensus: Consensus, keep: Tensor | None
+) -> None:
     w = real(member.param)
     dtype = compute_dtype(w, total)
-    numbers = move.total(member), move.consensus_decay, move.lr
-    if move.proximal is None:
+    numbers = consensus.total(member), consensus.consensus_decay, consensus.lr
+    if consensus.proximal is None:
         moved = pisa.consensus(w.to(dtype), total.to(dtype), *numbers)
     else:
-        moved = move.proximal.consensus(w.to(dtype), total.to(dtype), move.rho, *numbers)
+        moved = consensus.proximal.consensus(w.to(dtype), total.to(dtype), consensus.rho, *numbers)
     if keep is not None:
         moved = torch.where(keep.to(w.device), moved, w.to(dtype))
-    store(w, moved, move.stochastic_rounding)
+    store(w, moved, consensus.stochastic_rounding)

@@ -1,8 +1,8 @@
-"""MISA's consensus over lists of tensors: the plain loop, and many parameters per call.
+"""MISA's consensus over lists of tensors.
 
-`LOOP` is the specification, `FOREACH` the same with one call per operation; on a GPU
-`kernels/triton/plan.py` has a third. All take parameters that are all matrices to be
-orthogonalised, or none of them.
+`LOOP` steps one parameter after the other and is the specification. `FOREACH` makes one call per
+operation for many parameters. For a GPU there is `kernels/triton/plan.py`. The parameters of a job
+are either all matrices to orthogonalise, or none of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.foreach import (
     Tensors,
     add_one,
-    blocks,
+    cut_into_blocks,
     leave_out_nonfinite,
     like,
     one_if_equal,
@@ -42,23 +42,23 @@ __all__ = [
     "is_stack",
 ]
 
-# State that is rounded when it is stored.
-_LARGE = ("dual", "rows", "moment")
+# The state in the optimizer's state dtype: it is rounded when it is stored.
+_ROUNDED_STATE = ("dual", "rows", "moment")
 
 
 @dataclass(slots=True)
 class ConsensusJob:
-    """A consensus over some parameters of a group, all matrices or none of them.
+    """A consensus over parameters of one group: only matrices to orthogonalise, or only others.
 
     Attributes:
         members: the parameters, on one device and of one dtype.
         grads: their gradients, summed over the batches of the round; must not be modified.
-        matrix: True if they are orthogonalised.
+        matrix: True if they are matrices to orthogonalise.
         settings: their group.
         lr: the learning rate.
         weight_decay: the decoupled weight decay.
-        round: the number of rounds done.
-        keep: a 0-d bool tensor, False if nothing is to change; None for True.
+        round: the number of rounds done before this one.
+        keep: a 0-d bool tensor, False if nothing may change; None for True.
         maximize: negate the gradients.
         grad_scale: factor of a GradScaler on the gradients, or None.
         clip_scale: factor on the residual, or None.
@@ -86,7 +86,7 @@ class ConsensusJob:
 
     @property
     def whole_here(self) -> bool:
-        """True if this process has whole matrices and orthogonalises all of them itself."""
+        """True if this process holds whole matrices and orthogonalises all of them itself."""
         return self.members[0].whole is None and self.replicas is None
 
 
@@ -135,7 +135,10 @@ LOOP, FOREACH = ConsensusLoop(), ConsensusForeach()
 
 
 def gradients(job: ConsensusJob) -> list[Tensor]:
-    """Return the gradients, clipped, in the dtype to compute in; must not be modified."""
+    """Return g in the dtype to compute in, such that pi + g is the clipped residual.
+
+    Do not modify the result, which may be the gradients themselves.
+    """
     dtype = compute_dtype(real(job.members[0].param), real(job.members[0].state["dual"]))
     grads = [real(grad).to(dtype) for grad in job.grads]
     if job.grad_scale is not None:
@@ -149,20 +152,20 @@ def gradients(job: ConsensusJob) -> list[Tensor]:
         return grads
     scale = job.clip_scale.to(grads[0].device, dtype)
     duals = [real(member.state["dual"]).to(dtype) for member in job.members]
-    # pi + this is s (pi + g).
+    # pi + (s g + (s - 1) pi) = s (pi + g)
     return [scale * grad + (scale - 1) * pi for grad, pi in zip(grads, duals, strict=True)]
 
 
 def _loop_step(job: ConsensusJob) -> None:
     settings, grads = job.settings, gradients(job)
-    elsewhere: list[tuple[Tensor, dict[str, Tensor]] | None] = [None] * len(grads)
-    if job.matrix and not job.whole_here:  # many at once, so that all processes have some to do
+    from_owners: list[tuple[Tensor, dict[str, Tensor]] | None] = [None] * len(grads)
+    if job.matrix and not job.whole_here:  # all at once, so that every process has some to do
         pairs = zip(job.members, grads, strict=True)
         us = [_loop_average(job, member, grad)[1] for member, grad in pairs]
-        elsewhere = [*_by_owners(job, us, grads)]
-    for member, grad, done in zip(job.members, grads, elsewhere, strict=True):
+        from_owners = [*_by_owners(job, us, grads)]
+    for member, grad, from_owner in zip(job.members, grads, from_owners, strict=True):
         keep = job.keep if job.keep is None else job.keep.to(grad.device)
-        stored = {key: real(member.state[key]) for key in _LARGE if key in member.state}
+        stored = {key: real(member.state[key]) for key in _ROUNDED_STATE if key in member.state}
         state = {key: value.to(grad.dtype) for key, value in stored.items()}
         step = _count(member, keep)
         r, u, dual = _loop_average(job, member, grad)
@@ -172,30 +175,30 @@ def _loop_step(job: ConsensusJob) -> None:
                 u, r, state["moment"], step, settings["beta"], settings["eps"]
             )
         else:
-            of_stage: dict[str, Tensor] = {}
-            if done is not None:
-                o, of_stage = done
+            stage_state: dict[str, Tensor] = {}
+            if from_owner is not None:
+                o, stage_state = from_owner
             else:
                 if settings["before"] is not None:
-                    states = _blocks_of_states(job, [member.state])
-                    columns = (_blocks_of(job, [column]) for column in (u, grad))
-                    changed, stacked = _through_stage(job, states, *columns)
-                    (u,) = _joined(job, changed, [u])
-                    of_stage = {
+                    states = _stage_states(job, [member.state])
+                    columns = (_split_blocks(job, [column]) for column in (u, grad))
+                    changed, stacked = _apply_stage(job, states, *columns)
+                    (u,) = _join_blocks(job, changed, [u])
+                    stage_state = {
                         key: value[0] if len(value) == 1 else value.flatten(0, 1)
                         for key, value in stacked.items()
                     }
-                (o,) = _orthogonalized(job, [member.origin], [u])
-            for key, value in of_stage.items():
+                (o,) = _orthogonalize(job, [member.origin], [u])
+            for key, value in stage_state.items():
                 stored[key], new[key] = member.state[key], value
                 state[key] = stored[key].to(value.dtype)
             if settings["row_beta"] is None:
                 p = misa.match_rms(o, *block_shape(member.origin, settings["blocks"]))
             else:
-                rows, numbers = state["rows"], (settings["row_beta"], settings["eps"])
+                row_averages, numbers = state["rows"], (settings["row_beta"], settings["eps"])
                 (squares,) = _row_squares(job, [member], [o])
-                p, rows = misa.normalize_rows(o, squares.view_as(rows), rows, step, *numbers)
-                new["rows"] = rows
+                squares = squares.view_as(row_averages)
+                p, new["rows"] = misa.normalize_rows(o, squares, row_averages, step, *numbers)
         w = real(member.param)
         new["param"] = misa.move(w.to(grad.dtype), p, job.lr, job.weight_decay)
         stored["param"], state["param"] = w, w.to(grad.dtype)
@@ -205,7 +208,7 @@ def _loop_step(job: ConsensusJob) -> None:
 
 
 def _loop_average(job: ConsensusJob, member: Member, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return r, U and the new dual."""
+    """Return r = pi + g, U = pi + c delta and the new dual pi + delta; delta = -(1 - mu) r."""
     dual = real(member.state["dual"]).to(grad.dtype)
     r = dual + grad
     delta = misa.average(r, job.settings["momentum"])
@@ -219,30 +222,30 @@ def _foreach_step(job: ConsensusJob) -> None:
     params = [real(member.param) for member in job.members]
     duals = [real(member.state["dual"]) for member in job.members]
     if job.matrix:
-        _matrices(job, params, duals, gradients(job), counts)
+        _foreach_step_matrices(job, params, duals, gradients(job), counts)
         return
     moments = [real(member.state["moment"]) for member in job.members]
     beta = job.settings["beta"]
-    roots: Any = [(1 - beta**count) ** 0.5 for count in counts]
+    corrections: Any = [(1 - beta**count) ** 0.5 for count in counts]
     if steps[0].is_cpu:
-        roots = one_if_equal(roots)
-    for block in blocks([gradients(job), params, duals, moments]):
+        corrections = one_if_equal(corrections)
+    for block in cut_into_blocks([gradients(job), params, duals, moments]):
         columns = block.gather()
-        grads, ws, pis, squares = columns
+        grads, ws, pis, stored = columns
         rs, us = _average(job, pis, grads)
-        moved = like(squares, rs[0].dtype)
-        torch._foreach_mul_(moved, scalars(beta, moved))
-        torch._foreach_addcmul_(moved, rs, rs, 1 - beta)
-        write_back(squares, moved, job.settings["stochastic_rounding"])
-        scales = torch._foreach_sqrt(moved)
-        torch._foreach_div_(scales, scalars(block.pick(roots)[0], scales))
-        torch._foreach_add_(scales, scalars(job.settings["eps"], scales))
-        torch._foreach_div_(us, scales)
-        _move(job, ws, us, 1.0)
+        averages = like(stored, rs[0].dtype)
+        torch._foreach_mul_(averages, scalars(beta, averages))
+        torch._foreach_addcmul_(averages, rs, rs, 1 - beta)
+        write_back(stored, averages, job.settings["stochastic_rounding"])
+        roots = torch._foreach_sqrt(averages)
+        torch._foreach_div_(roots, scalars(block.select(corrections)[0], roots))
+        torch._foreach_add_(roots, scalars(job.settings["eps"], roots))
+        torch._foreach_div_(us, roots)
+        _move_weights(job, ws, us, 1.0)
         block.store(columns)
 
 
-def _matrices(
+def _foreach_step_matrices(
     job: ConsensusJob,
     params: Tensors,
     duals: Tensors,
@@ -253,8 +256,8 @@ def _matrices(
     _, us = _average(job, duals, grads)
     if job.whole_here:
         if settings["before"] is not None:
-            us = _staged(job, us, grads)
-        os = _orthogonalized(job, [member.origin for member in members], us)
+            us = _foreach_apply_stage(job, us, grads)
+        os = _orthogonalize(job, [member.origin for member in members], us)
     else:
         results = _by_owners(job, us, grads)
         os = [o for o, _ in results]
@@ -265,56 +268,56 @@ def _matrices(
     if settings["row_beta"] is None:
         shapes = [block_shape(member.origin, settings["blocks"]) for member in members]
         torch._foreach_mul_(os, [max(shape) ** 0.5 for shape in shapes])
-        _move(job, params, os, misa.RMS)
+        _move_weights(job, params, os, misa.RMS)
         return
     beta = settings["row_beta"]
-    rows = [real(member.state["rows"]) for member in members]
-    pairs = zip(_row_squares(job, members, os), rows, strict=True)
-    squares = [square.view_as(row) for square, row in pairs]
-    averages = like(rows, us[0].dtype)
+    stored = [real(member.state["rows"]) for member in members]
+    pairs = zip(_row_squares(job, members, os), stored, strict=True)
+    squares = [square.view_as(average) for square, average in pairs]
+    averages = like(stored, us[0].dtype)
     torch._foreach_mul_(averages, scalars(beta, averages))
     torch._foreach_add_(averages, squares, alpha=1 - beta)
-    write_back(rows, averages, settings["stochastic_rounding"])
+    write_back(stored, averages, settings["stochastic_rounding"])
     roots = torch._foreach_sqrt(averages)
     torch._foreach_div_(roots, scalars([(1 - beta**count) ** 0.5 for count in counts], roots))
     torch._foreach_add_(roots, scalars(settings["eps"], roots))
     torch._foreach_div_(os, roots)
-    _move(job, params, os, misa.RMS)
+    _move_weights(job, params, os, misa.RMS)
 
 
-def _staged(job: ConsensusJob, us: Tensors, grads: Tensors) -> Tensors:
-    """Return what the stage before the orthogonalisation makes of U, and update its state."""
-    states = _blocks_of_states(job, [member.state for member in job.members])
-    staged = _blocks_of(job, us)
-    columns = list(staged), _blocks_of(job, grads)
-    for indexes, results, new in _through_stage_by_shape(job, states, *columns):
+def _foreach_apply_stage(job: ConsensusJob, us: Tensors, grads: Tensors) -> Tensors:
+    """Return U changed by the stage before the orthogonalisation, and update its state."""
+    states = _stage_states(job, [member.state for member in job.members])
+    blocks = _split_blocks(job, us)
+    columns = list(blocks), _split_blocks(job, grads)
+    for indexes, results, new in _apply_stage_by_shape(job, states, *columns):
         for index, result in zip(indexes, results, strict=True):
-            staged[index] = result
+            blocks[index] = result
         for key, values in new.items():
             stored = [states[index][key] for index in indexes]
             write_back(stored, list(values), job.settings["stochastic_rounding"])
-    return _joined(job, staged, us)
+    return _join_blocks(job, blocks, us)
 
 
-def _blocks_of(job: ConsensusJob, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the matrices that tensors consist of, see `block_shape`."""
+def _split_blocks(job: ConsensusJob, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the matrices that parameters consist of, see `block_shape`."""
     count = job.settings["blocks"]
     matrices = [tensor.reshape(-1, block_shape(tensor, count)[1]) for tensor in tensors]
     return [block for matrix in matrices for block in matrix.chunk(count)]
 
 
-def _joined(job: ConsensusJob, blocks: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return what `_blocks_of` has taken apart."""
+def _join_blocks(job: ConsensusJob, blocks: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Join what `_split_blocks` has split, in the shapes of `like`."""
     count = job.settings["blocks"]
     if count > 1:
         blocks = [torch.cat(blocks[i : i + count]) for i in range(0, len(blocks), count)]
     return [block.view(tensor.shape) for block, tensor in zip(blocks, like, strict=True)]
 
 
-def _blocks_of_states(
+def _stage_states(
     job: ConsensusJob, states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Tensor]]:
-    """Return the state of the stage for each block, as views: blocks are one below the other."""
+    """Return views of the stage's state for each block; state of blocks is joined row-wise."""
     names, count = job.settings["before"].names, job.settings["blocks"]
     if count == 1:
         return [{name: state[name] for name in names} for state in states]
@@ -325,7 +328,7 @@ def _blocks_of_states(
     ]
 
 
-def _through_stage_by_shape(
+def _apply_stage_by_shape(
     job: ConsensusJob,
     states: Sequence[Mapping[str, Any]],
     us: Sequence[Tensor],
@@ -334,25 +337,24 @@ def _through_stage_by_shape(
     """Apply the stage to matrices, as many of one shape at once as memory allows.
 
     Yields:
-        Indexes of the matrices, what the stage makes of each, and what is new in their state,
-        stacked.
+        The indexes of the matrices, each matrix after the stage, and the new state, stacked.
     """
-    alike: dict[tuple[int, ...], list[int]] = {}
+    by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, u in enumerate(us):
-        alike.setdefault(tuple(sorted(u.shape)), []).append(index)
-    for (n, k), indexes in alike.items():
+        by_shape.setdefault(tuple(sorted(u.shape)), []).append(index)
+    for (n, k), indexes in by_shape.items():
         state = [states[indexes[0]][name] for name in job.settings["before"].names]
-        # Matrices, what they become on the way, and for each part of the state about four more.
+        # For a matrix about six tensors of its size, and four for each tensor of its state.
         numbers = 6 * n * k + 4 * sum(part.numel() for part in state)
         most = max(1, newton_schulz.CHUNK_BYTES // (numbers * us[0].element_size()))
         for start in range(0, len(indexes), most):
             chunk = indexes[start : start + most]
-            some = ([column[index] for index in chunk] for column in (us, grads))
-            results, new = _through_stage(job, [states[index] for index in chunk], *some)
+            columns = ([column[index] for index in chunk] for column in (us, grads))
+            results, new = _apply_stage(job, [states[index] for index in chunk], *columns)
             yield chunk, results, new
 
 
-def _through_stage(
+def _apply_stage(
     job: ConsensusJob,
     states: Sequence[Mapping[str, Any]],
     us: Sequence[Tensor],
@@ -361,14 +363,14 @@ def _through_stage(
     """Apply the stage to matrices of one shape up to transposition.
 
     Returns:
-        What it makes of each U, and what is new in their state, stacked.
+        Each U after the stage, and the new state, stacked.
     """
     stage: Stage = job.settings["before"]
     tall = [u.size(0) > u.size(1) for u in us]
 
     def stacked(tensors: Iterable[Tensor]) -> Tensor:
         pairs = zip(tensors, tall, strict=True)
-        return torch.stack([each.mT if is_tall else each for each, is_tall in pairs])
+        return torch.stack([matrix.mT if is_tall else matrix for matrix, is_tall in pairs])
 
     state = {name: torch.stack([each[name] for each in states]) for name in stage.names}
     changed, new = stage.apply(stacked(us), stacked(grads), state, job.round)
@@ -377,18 +379,18 @@ def _through_stage(
 
 
 def _average(job: ConsensusJob, duals: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
-    """Update the duals, and return r and U."""
+    """Update the duals, and return r and U, see `_loop_average`."""
     momentum = job.settings["momentum"]
-    moved = like(duals, grads[0].dtype)
-    rs = torch._foreach_add(moved, grads)
-    us = torch._foreach_add(moved, rs, alpha=job.settings["look_ahead"] * (momentum - 1))
-    torch._foreach_add_(moved, rs, alpha=momentum - 1)
-    write_back(duals, moved, job.settings["stochastic_rounding"])
+    pis = like(duals, grads[0].dtype)
+    rs = torch._foreach_add(pis, grads)
+    us = torch._foreach_add(pis, rs, alpha=job.settings["look_ahead"] * (momentum - 1))
+    torch._foreach_add_(pis, rs, alpha=momentum - 1)
+    write_back(duals, pis, job.settings["stochastic_rounding"])
     return rs, us
 
 
-def _move(job: ConsensusJob, params: Tensors, ps: Tensors, scale: float) -> None:
-    """Decay the weights, and move them by lr times `scale` times P."""
+def _move_weights(job: ConsensusJob, params: Tensors, ps: Tensors, scale: float) -> None:
+    """Update w = (1 - lr lambda) w + lr scale P; `ps` may be overwritten."""
     ws, lr = like(params, ps[0].dtype), job.lr
     if job.weight_decay:
         torch._foreach_mul_(ws, scalars(1 - lr * job.weight_decay, ws))
@@ -400,27 +402,27 @@ def _move(job: ConsensusJob, params: Tensors, ps: Tensors, scale: float) -> None
     write_back(params, ws, job.settings["stochastic_rounding"])
 
 
-def _orthogonalized(
+def _orthogonalize(
     job: ConsensusJob, origins: Sequence[Tensor], us: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return U V^T for each matrix U S V^T, shaped like U; block by block if it has `blocks`."""
-    return _joined(job, _solve(job, origins, _blocks_of(job, us)), us)
+    """Return A B^T for each U = A S B^T, in the shape of U; for each block if there are several."""
+    return _join_blocks(job, _orthogonalize_whole(job, origins, _split_blocks(job, us)), us)
 
 
-def _solve(
+def _orthogonalize_whole(
     job: ConsensusJob, origins: Sequence[Tensor], matrices: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Orthogonalise matrices, less sharply if they are damped.
+    """Orthogonalise whole matrices, with the damping of the job.
 
     Args:
         job: the consensus.
-        origins: parameters by which the dtype of the products is chosen.
-        matrices: the matrices, whole.
+        origins: the parameters, by which `ns_dtype="auto"` is decided.
+        matrices: the matrices, which are not sharded.
     """
     settings = job.settings
     dtype = newton_schulz.dtype_for(settings["ns_dtype"], origins)
     damping = settings["damping"]
-    us = [misa.damp(each, damping) for each in matrices] if damping else matrices
+    us = [misa.damp(matrix, damping) for matrix in matrices] if damping else matrices
     if settings["foreach"] is False:
         os = [nsisa.newton_schulz(u, settings["ns_steps"], dtype) for u in us]
     else:
@@ -428,52 +430,52 @@ def _solve(
     if not damping:
         return os
     pairs = zip(os, matrices, strict=True)
-    return [o[: each.size(0), : each.size(1)].contiguous() for o, each in pairs]
+    return [o[: matrix.size(0), : matrix.size(1)].contiguous() for o, matrix in pairs]
 
 
 def _by_owners(
     job: ConsensusJob, us: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Take every matrix through the stage and the orthogonalisation in one of the processes.
+    """Let the owner of each matrix apply the stage and orthogonalise it.
 
     Returns:
-        What this process holds of each result, shaped like U, and of the new state of the stage.
+        This process's part of each result, in the shape of U, and of the stage's new state.
     """
     from torchpisa.distributed import dtensor, owners
 
     stage: Stage | None = job.settings["before"]
     names = () if stage is None else stage.names
     origins = [member.origin for member in job.members]
-    given, wholes = [[u] for u in us], [[origin] for origin in origins]
+    parts, wholes = [[u] for u in us], [[origin] for origin in origins]
     if names:
-        for member, tensors, laid_out, grad in zip(job.members, given, wholes, grads, strict=True):
-            # All travel in one dtype, which is at least as precise as any that state is kept in.
+        for member, tensors, layouts, grad in zip(job.members, parts, wholes, grads, strict=True):
+            # All are sent in one dtype, at least as precise as that of any state.
             tensors += [grad, *(member.state[name].to(grad.dtype) for name in names)]
-            laid_out += [member.origin, *(dtensor.whole_state(member, name) for name in names)]
+            layouts += [member.origin, *(dtensor.whole_state(member, name) for name in names)]
 
-    def matrix(block: Tensor) -> Tensor:
-        is_entry = job.settings["blocks"] > 1 and len(block) == 1  # of a stack
-        return (block[0] if is_entry else block).flatten(1)
+    def as_matrix(block: Tensor) -> Tensor:
+        is_stack_entry = job.settings["blocks"] > 1 and len(block) == 1
+        return (block[0] if is_stack_entry else block).flatten(1)
 
-    def solved(matrices: list[list[Tensor]]) -> list[list[Tensor]]:
-        blocks = [matrix(tensors[0]) for tensors in matrices]
+    def solve(matrices: list[list[Tensor]]) -> list[list[Tensor]]:
+        blocks = [as_matrix(tensors[0]) for tensors in matrices]
         states = [dict(zip(names, tensors[2:], strict=True)) for tensors in matrices]
         if names:
-            columns = list(blocks), [matrix(tensors[1]) for tensors in matrices]
-            for indexes, results, new in _through_stage_by_shape(job, states, *columns):
-                for place, index in enumerate(indexes):
-                    blocks[index] = results[place]
-                    states[index].update({key: values[place] for key, values in new.items()})
-        os = _solve(job, origins, blocks)
+            columns = list(blocks), [as_matrix(tensors[1]) for tensors in matrices]
+            for indexes, results, new in _apply_stage_by_shape(job, states, *columns):
+                for position, index in enumerate(indexes):
+                    blocks[index] = results[position]
+                    states[index].update({key: values[position] for key, values in new.items()})
+        os = _orthogonalize_whole(job, origins, blocks)
         return [
             [o.view(tensors[0].shape), *(state[name].to(o.dtype) for name in names)]
             for o, tensors, state in zip(os, matrices, states, strict=True)
         ]
 
     results = owners.by_owners(
-        given,
+        parts,
         wholes,
-        solved,
+        solve,
         returned=[0, *range(2, 2 + len(names))],
         blocks=job.settings["blocks"],
         replicas=job.replicas,
@@ -482,10 +484,10 @@ def _by_owners(
 
 
 def block_shape(param: Tensor, blocks: int = 1) -> tuple[int, int]:
-    """Return rows and columns of each of the matrices that a parameter consists of.
+    """Return the numbers of rows and columns of each matrix that a parameter consists of.
 
-    Blocks are of consecutive rows, or the entries of a stack: a parameter of three dimensions or
-    more, the first of which is `blocks`.
+    A block is a range of rows or, in a stack, an entry: a parameter is a stack if it has at least
+    three dimensions, and the first is `blocks`.
     """
     if is_stack(param, blocks):
         return param.size(1), param.numel() // (param.size(0) * param.size(1))
@@ -493,14 +495,14 @@ def block_shape(param: Tensor, blocks: int = 1) -> tuple[int, int]:
 
 
 def is_stack(param: Tensor, blocks: int) -> bool:
-    """Return whether the blocks of a parameter are its entries, as experts' matrices are."""
+    """Return whether a parameter is a stack of matrices, such as those of experts."""
     return blocks > 1 and param.dim() >= 3 and param.size(0) == blocks
 
 
 def _row_squares(
     job: ConsensusJob, members: Sequence[Member], os: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the mean square of each row, also where columns are elsewhere."""
+    """Return the mean square of each row, over all processes that hold a part of it."""
     count = job.settings["blocks"]
     leading = [2 if is_stack(member.origin, count) else 1 for member in members]
     squares = [
@@ -511,19 +513,19 @@ def _row_squares(
         from torchpisa.distributed import dtensor
 
         pairs = zip(members, leading, strict=True)
-        over = [dtensor.groups_of_parts(member.origin, dims) for member, dims in pairs]
-        squares = dtensor.summed_together(squares, over)
+        groups = [dtensor.groups_of_parts(member.origin, dims) for member, dims in pairs]
+        squares = dtensor.summed_together(squares, groups)
     columns = [block_shape(member.origin, count)[1] for member in members]
     return list(torch._foreach_div(squares, columns))
 
 
 def _count(member: Member, keep: Tensor | None) -> Scalar:
-    """Count the step and return how many there were."""
+    """Count the step if `keep` says so, and return the number of steps, at least one."""
     step: Tensor = member.state["step"]
     if keep is None:
         step.add_(1)
         return step.item() if step.device.type == "cpu" else step
     if step.device != keep.device:
         step = member.state["step"] = step.to(keep.device)
-    # One that has been skipped from the start has nothing to correct for.
+    # A parameter that has never been stepped has no bias; one avoids a division by zero.
     return step.add_(keep).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Solve `Spectral` for many matrices: batches of equal shapes, of bounded memory.
+"""Solve `Spectral` for many matrices, in batches of one shape and bounded memory.
 
 The mathematics is in `algorithms/spectral.py`.
 """
@@ -16,12 +16,14 @@ from torchpisa.preconditioners import Spectral
 
 __all__ = ["averaged", "resolvents"]
 
-# Small, because on a CPU batches only save small matrices the overhead of calls.
+# On a CPU batches save small matrices the cost of calls, and large ones nothing.
 _CPU_CHUNK_BYTES = 4 * 2**20
 
 
 def resolvents(rs: Sequence[Tensor], rule: Spectral, sigma: Scalar, rho: Scalar) -> list[Tensor]:
-    """Return (sigma I + rho Q)^-1 r of the memoryless form for every matrix, in new memory.
+    """Return (sigma I + rho Q)^-1 r for every matrix, with Q of the form without averages.
+
+    The results are in new memory.
 
     Args:
         rs: matrices of one device and dtype.
@@ -33,19 +35,19 @@ def resolvents(rs: Sequence[Tensor], rule: Spectral, sigma: Scalar, rho: Scalar)
     for scale, indexes in _batches(rs, rule):
         # Up to transposition, under which the resolvent is transposed too.
         wide = [rs[i] if rs[i].size(0) <= rs[i].size(1) else rs[i].mT for i in indexes]
-        y = _solved(torch.stack(wide), rule, sigma, rho / scale)
-        for i, each in zip(indexes, y, strict=True):
-            ys[i] = each if rs[i].size(0) <= rs[i].size(1) else each.mT
+        solutions = _solve(torch.stack(wide), rule, sigma, rho / scale)
+        for i, y in zip(indexes, solutions, strict=True):
+            ys[i] = y if rs[i].size(0) <= rs[i].size(1) else y.mT
     return ys
 
 
-def _solved(x: Tensor, rule: Spectral, sigma: Scalar, rho: Scalar) -> Sequence[Tensor]:
+def _solve(x: Tensor, rule: Spectral, sigma: Scalar, rho: Scalar) -> Sequence[Tensor]:
     if rule.method != "smooth":
         return rule.solve_matrix(x, {}, sigma, rho, 1)[0].unbind()
-    # With the kernels of Newton-Schulz, which compute one half of symmetric products only.
-    both, scale = spectral.augmented(x, sigma, rho)
-    orthogonal = newton_schulz.orthogonalize(both.unbind(), rule.ns_steps, rule.dtype)
-    return [each[:, : x.size(-1)] / scale for each in orthogonal]
+    # By the kernels of Newton-Schulz, which compute only half of a symmetric product.
+    augmented, scale = spectral.augmented(x, sigma, rho)
+    orthogonal = newton_schulz.orthogonalize(augmented.unbind(), rule.ns_steps, rule.dtype)
+    return [o[:, : x.size(-1)] / scale for o in orthogonal]
 
 
 def averaged(
@@ -56,7 +58,7 @@ def averaged(
     sigma: Scalar,
     rho: Scalar,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the same for the form with averages, and the new averages.
+    """Return (sigma I + rho Q)^-1 r with Q of the form with averages, and the new averages.
 
     Matrices are solved one by one: batches do not speed up eigendecompositions, and step counts may
     differ.
@@ -71,7 +73,7 @@ def averaged(
 
 
 def _batches(rs: Sequence[Tensor], rule: Spectral) -> list[tuple[float, list[int]]]:
-    """Return the batches: the scale of their matrices, and the indexes of those."""
+    """Return batches of matrices of one shape: their scale and their indexes."""
     by_scale: dict[float, list[int]] = {}
     for index, r in enumerate(rs):
         by_scale.setdefault(rule.scale(r.size(0), r.size(1)), []).append(index)

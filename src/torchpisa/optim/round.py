@@ -17,7 +17,7 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.checks import check_range
 from torchpisa.kernels import dispatch
 from torchpisa.kernels.foreach import knows
-from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, sigma_of
+from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, sigma_of
 from torchpisa.kernels.loop import add_dual
 from torchpisa.optim import arguments
 from torchpisa.penalty import LARGEST_SIGMA, grown
@@ -66,7 +66,7 @@ class Rule(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """S, the sum of all sigmas of the round weighted by alpha, and the same of rho; see `Move`."""
+    """S, the sum of sigma over the batches, weighted by alpha, and the same sum of rho."""
 
     sigma: Any
     rho: Scalar = 0.0
@@ -261,10 +261,10 @@ def local_job(
         moves_weights: include the consensus, because the round has no other batch.
     """
     group, sigmas, rhos = part.group, part.sigmas, part.rhos
-    move = None
+    numbers = None
     if moves_weights:
         sigma = None if sigmas[0] is None else part.total(sigmas)
-        move = _move(part, Totals(sigma, part.total(rhos)))
+        numbers = _consensus_numbers(part, Totals(sigma, part.total(rhos)))
     return LocalJob(
         members=members,
         preconditioner=part.preconditioner,
@@ -276,7 +276,7 @@ def local_job(
         dual_decay=group["dual_decay"],
         maximize=group["maximize"],
         keep=keep,
-        move=move,
+        consensus=numbers,
         stochastic_rounding=group["stochastic_rounding"],
     )
 
@@ -344,12 +344,12 @@ def consensus(
 ) -> None:
     """Take equation (2.9) for `members`, from pending sums and `totals`."""
     if members:
-        move = _move(part, totals)
+        numbers = _consensus_numbers(part, totals)
         key = part.group_index, part.rule.sigma, "consensus"
         kernel = dispatch.for_consensus(
-            part.group, members, move, keep, part.sigma_follows, key, plans
+            part.group, members, numbers, keep, part.sigma_follows, key, plans
         )
-        kernel.consensus(members, move, keep)
+        kernel.take_consensus(members, numbers, keep)
 
 
 def clear_arrived(members: Sequence[Member]) -> None:
@@ -358,9 +358,9 @@ def clear_arrived(members: Sequence[Member]) -> None:
         member.state["arrived"] = 0
 
 
-def _move(part: Part, totals: Totals) -> Move:
+def _consensus_numbers(part: Part, totals: Totals) -> Consensus:
     group = part.group
-    return Move(
+    return Consensus(
         totals.sigma,
         group["consensus_decay"],
         part.lr,

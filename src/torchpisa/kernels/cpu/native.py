@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.kernels.foreach import FOREACH
-from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, mark_changed
+from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, mark_changed
 from torchpisa.preconditioners import Identity, Preconditioner, SecondMoment
 from torchpisa.state_keys import slot_keys
 
@@ -106,7 +106,7 @@ class Native:
         elements = sum(member.param.numel() for member in supported)
         threads = torch.get_num_threads() if elements >= _MIN_FOR_THREADS else 1
         step(rows, len(supported), ctypes.byref(numbers), threads)
-        if job.move is not None:
+        if job.consensus is not None:
             mark_changed(member.param for member in supported)
         else:
             for member in supported:
@@ -116,9 +116,11 @@ class Native:
         """Return norms of r, by `foreach`."""
         return FOREACH.residual_norm(job)
 
-    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+    def take_consensus(
+        self, members: list[Member], consensus: Consensus, keep: Tensor | None
+    ) -> None:
         """Take the consensus, by `foreach`."""
-        FOREACH.consensus(members, move, keep)
+        FOREACH.take_consensus(members, consensus, keep)
 
 
 NATIVE = Native()
@@ -136,7 +138,7 @@ class _Names(NamedTuple):
     def of(cls, job: LocalJob) -> "_Names":
         keys = slot_keys(job.slot)
         moment = keys.moment if isinstance(job.preconditioner, SecondMoment) else None
-        return cls(keys.dual, keys.step, moment, "pending" if job.move is None else None)
+        return cls(keys.dual, keys.step, moment, "pending" if job.consensus is None else None)
 
 
 def _is_supported(member: Member, names: _Names) -> bool:
@@ -177,9 +179,9 @@ def _rows(job: LocalJob, members: Sequence[Member], names: _Names) -> Iterator[f
 def _numbers(job: LocalJob) -> _Numbers:
     rule = job.preconditioner if isinstance(job.preconditioner, SecondMoment) else SecondMoment()
     scale, consensus_decay = job.weight, 0.0
-    if job.move is not None:
-        consensus_decay = job.move.consensus_decay
-        scale = float(job.move.scale())
+    if job.consensus is not None:
+        consensus_decay = job.consensus.consensus_decay
+        scale = float(job.consensus.scale())
     sums = rule.scheme == "adagrad"
     return _Numbers(
         ratio=float(job.rho / job.penalty),
@@ -194,7 +196,7 @@ def _numbers(job: LocalJob) -> _Numbers:
         eps=rule.eps,
         dual_decay=job.dual_decay,
         consensus_decay=consensus_decay,
-        moves=job.move is not None,
+        moves=job.consensus is not None,
     )
 
 

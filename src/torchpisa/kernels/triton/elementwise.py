@@ -1,4 +1,4 @@
-"""Kernels for preconditioners without matrices: everything between reading g and writing w.
+"""Elementwise rules, SISA's and Identity: the local step and the consensus, one launch each.
 
 One program handles one block of one parameter; the table says which and where. The arithmetic is
 that of `algorithms/pisa.py` and `algorithms/sisa.py`, in float32.
@@ -26,24 +26,24 @@ from torchpisa.kernels.triton.memory import (
 )
 
 __all__ = [
-    "bias",
+    "bias_correction",
     "consensus_kernel",
     "find_nonfinite",
-    "finish",
-    "follow_kernel",
+    "finish_step",
     "local_step_kernel",
     "measure_kernel",
     "nonfinite_kernel",
+    "sigma_kernel",
     "store_square",
     "total_square",
 ]
 
 
 @triton.jit
-def bias(table, tensor, log_beta):
-    """Return 1 - beta^step, by which Scheme III is corrected, without cancellation.
+def bias_correction(table, tensor, log_beta):
+    """Return 1 - beta^step, which corrects the bias of an average, without cancellation.
 
-    A batch that has been skipped from the start has no step to correct for; it counts as one.
+    A parameter that has never been stepped counts as stepped once, so that the result is not zero.
     """
     counter = address(table, tensor, STEP, tl.float32, False)
     x = tl.maximum(tl.load(counter), 1.0) * log_beta
@@ -56,7 +56,7 @@ def bias(table, tensor, log_beta):
 
 @triton.jit
 def find_nonfinite(g, nonfinite, tensor, SEARCH: tl.constexpr):
-    """Return which entries are finite, and note in `nonfinite` a parameter that has others."""
+    """Return which entries are finite; with `SEARCH`, flag a parameter that has others."""
     good = tl.abs(g) < float("inf")
     if SEARCH:
         # Only lanes that found something write, so the search costs no memory traffic.
@@ -65,7 +65,7 @@ def find_nonfinite(g, nonfinite, tensor, SEARCH: tl.constexpr):
 
 
 @triton.jit
-def finish(
+def finish_step(
     pi,
     delta,
     w,
@@ -85,9 +85,12 @@ def finish(
     FRESH: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """Take (2.14) and (2.9): the new dual, and the consensus or the sum on the way to it."""
+    """Take (2.14), then (2.9) if the step `MOVES` the weights, else add u to the pending sum.
+
+    A `FRESH` sum is overwritten. If `CHECKED`, entries that are not `good` are left out.
+    """
     random_dual, random_weight = random
-    if CHECKED:  # entries left out contribute their dual, and keep it
+    if CHECKED:  # what is left out contributes its dual, and keeps it
         delta = tl.where(good, delta, 0.0)
     dual = pi + delta
     u = dual + delta
@@ -176,7 +179,7 @@ def _local_step(
         if CHECKED:
             new = tl.where(good, new, moment)
         write(moments + lane, new, random_moment, mask, MASKED, STOCHASTIC)
-    finish(
+    finish_step(
         pi,
         delta,
         w,
@@ -227,7 +230,7 @@ def local_step_kernel(
     SEARCH: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    SIGMA_FOLLOWS: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
@@ -236,9 +239,9 @@ def local_step_kernel(
 ):
     """Take one batch's local step, with the consensus (`MOVES`) or into the pending sum.
 
-    `ratio` is rho/sigma and `scale` lr/(S + lr lambda), numbers or, `ON_DEVICE`, where they are:
-    one each or, where sigma `FOLLOWS` the gradients, one for every parameter.
-    `keep` leaves the whole batch out if False; `SEARCH` leaves out entries that are not finite.
+    `ratio` is rho/sigma and `scale` lr/(S + lr lambda): numbers, or pointers if `ON_DEVICE`, to one
+    number each or, with `SIGMA_FOLLOWS`, to one per parameter. `keep`, if False, leaves the whole
+    batch out; `SEARCH` leaves out entries that are not finite.
     """
     tensor, start, left = span(table, tensor_of, BLOCK)
     params = address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start
@@ -248,8 +251,8 @@ def local_step_kernel(
     pendings = address(table, tensor, PENDING, STATE_DTYPE, ALIGNED) + start
     correction = 1.0
     if SCHEME == "adam":
-        correction = tl.sqrt(bias(table, tensor, log_beta))
-    if FOLLOWS:
+        correction = tl.sqrt(bias_correction(table, tensor, log_beta))
+    if SIGMA_FOLLOWS:
         ratio += tensor
         scale += tensor
     if ON_DEVICE:
@@ -334,7 +337,7 @@ def nonfinite_kernel(
 
 @triton.jit
 def store_square(x, largest, squares):
-    """Write the largest entry of a block, and the sum of squares relative to it.
+    """Write the largest |x| of a block, and the sum of squares relative to it.
 
     Two numbers, so that the squares of tiny entries do not underflow; see `total_square`.
     """
@@ -378,7 +381,7 @@ def measure_kernel(
 
 
 @triton.jit
-def follow_kernel(
+def sigma_kernel(
     table,
     largest,
     squares,
@@ -397,9 +400,9 @@ def follow_kernel(
     ON_DEVICE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Let the sigma of every parameter follow its gradients: `algorithms.sisa.followed`.
+    """Update the sigma of every parameter by `algorithms.sisa.followed`.
 
-    Writes rho/sigma and lr/(sigma + lr lambda) for `local_step_kernel`.
+    Write rho/sigma and lr/(sigma + lr lambda) for `local_step_kernel`.
     """
     tensor = tl.program_id(0)
     peak, total = total_square(largest, squares, first_block, tensor, BLOCK)
@@ -414,7 +417,7 @@ def follow_kernel(
         level = beta * old_level + complement * (rms * rms)
     root = tl.sqrt(level)
     if SCHEME == "adam":
-        root = root / tl.sqrt(bias(table, tensor, log_beta))
+        root = root / tl.sqrt(bias_correction(table, tensor, log_beta))
     sigma = tl.maximum(tl.maximum(old_sigma, root), tiny)
     if keep is not None:
         present = tl.load(keep)
@@ -431,7 +434,7 @@ def follow_kernel(
 
 @triton.jit
 def total_square(largest, squares, first_block, tensor, BLOCK: tl.constexpr):
-    """Return the largest entry of a tensor, 1 for zeros, and the sum of squares relative to it."""
+    """Return the largest |x| of a tensor, 1 for zeros, and the sum of squares relative to it."""
     first, last = tl.load(first_block + tensor), tl.load(first_block + tensor + 1)
     lane = tl.arange(0, BLOCK)
     peak = tl.zeros([BLOCK], tl.float32)

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: from jobs and numbers to grids and flags."""
+"""Launches: call the Triton kernels with the numbers of a job and the table of a `Launch`."""
 
 import math
 from typing import Any
@@ -11,18 +11,25 @@ from torch import Tensor
 from torchpisa.algorithms import misa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.job import TINY, LocalJob, Move
+from torchpisa.kernels.job import TINY, Consensus, LocalJob
 from torchpisa.kernels.misa import ConsensusJob
 from torchpisa.kernels.triton import elementwise, orthogonal
 from torchpisa.kernels.triton import misa as misa_kernels
 from torchpisa.kernels.triton.table import BLOCK, Launch
 from torchpisa.preconditioners import NewtonSchulz, SecondMoment
 
-__all__ = ["any_nonfinite", "consensus", "local_step", "misa_norm", "misa_step", "residual_norm"]
+__all__ = [
+    "any_nonfinite",
+    "local_step",
+    "misa_norm",
+    "misa_step",
+    "residual_norm",
+    "take_consensus",
+]
 
 # Side of a square tile of a matrix.
 _TILE = 64
-# Rows and columns of a tile by which rows are measured.
+# Rows and columns of a tile of `misa.rows_kernel`.
 _ROWS, _COLS = 16, 128
 
 _DTYPES = {
@@ -35,22 +42,22 @@ _DTYPES = {
 def local_step(job: LocalJob, launch: Launch) -> None:
     """Take one batch's local step over the parameters of a launch."""
     if isinstance(job.preconditioner, NewtonSchulz):
-        _orthogonalised_step(job, launch, job.preconditioner)
+        _newton_schulz_step(job, launch, job.preconditioner)
     else:
         _elementwise_step(job, launch)
 
 
-def consensus(move: Move, keep: Tensor | None, launch: Launch) -> None:
+def take_consensus(consensus: Consensus, keep: Tensor | None, launch: Launch) -> None:
     """Take equation (2.9) from the pending sums."""
-    scale, on_device = _numbers(launch, _scale(move))
+    scale, on_device = _numbers(launch, _scale(consensus))
     elementwise.consensus_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
         _on_device_of(keep, launch),
-        _seed(move.stochastic_rounding, launch),
+        _seed(consensus.stochastic_rounding, launch),
         *scale,
-        move.consensus_decay,
-        STOCHASTIC=move.stochastic_rounding,
+        consensus.consensus_decay,
+        STOCHASTIC=consensus.stochastic_rounding,
         ON_DEVICE=on_device,
         PARAM_DTYPE=_DTYPES[launch.kind.param],
         STATE_DTYPE=_DTYPES[launch.kind.state],
@@ -75,24 +82,26 @@ def any_nonfinite(launch: Launch) -> Tensor:
 
 def residual_norm(job: LocalJob, launch: Launch) -> Tensor:
     """Return the norm of r over all parameters of a launch."""
-    largest, squares = _measured(launch, job.grad_scale, None, job.weight_decay, job.maximize)
+    largest, squares = _measure_residual(
+        launch, job.grad_scale, None, job.weight_decay, job.maximize
+    )
     return (largest.square() * squares).sum().sqrt()
 
 
 def misa_norm(job: ConsensusJob, launch: Launch) -> Tensor:
     """Return the norm of MISA's r over all parameters of a launch."""
-    largest, squares = _measured(launch, job.grad_scale, None, 0.0, job.maximize)
+    largest, squares = _measure_residual(launch, job.grad_scale, None, 0.0, job.maximize)
     return (largest.square() * squares).sum().sqrt()
 
 
-def _measured(
+def _measure_residual(
     launch: Launch,
     grad_scale: Tensor | None,
     clip_scale: Tensor | None,
     weight_decay: float,
     maximize: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest entry of r in each block, and the sum of squares relative to it."""
+    """Return the largest |r| in each block, and the sum of squares of r relative to it."""
     memory = torch.empty(2, launch.blocks, dtype=torch.float32, device=launch.kind.device)
     largest, squares = memory
     elementwise.measure_kernel[(launch.blocks,)](
@@ -125,14 +134,14 @@ def misa_step(job: ConsensusJob, launch: Launch) -> None:
 
 def _move_entries(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: bool) -> None:
     settings = job.settings
-    rounds = settings["stochastic_rounding"]
+    stochastic_rounding = settings["stochastic_rounding"]
     misa_kernels.entries_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
         launch.nonfinite,
         _on_device_of(job.keep, launch),
         *_misa_scales(job, launch),
-        _seed(rounds, launch),
+        _seed(stochastic_rounding, launch),
         lr,
         job.weight_decay,
         settings["momentum"],
@@ -143,7 +152,7 @@ def _move_entries(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: bool
         settings["eps"],
         MAXIMIZE=job.maximize,
         SEARCH=job.search,
-        STOCHASTIC=rounds,
+        STOCHASTIC=stochastic_rounding,
         ON_DEVICE=on_device,
         **_dtypes(launch),
         BLOCK=BLOCK,
@@ -155,7 +164,7 @@ def _move_matrices(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: boo
     keep, seed = _on_device_of(job.keep, launch), _seed(settings["stochastic_rounding"], launch)
     scales = _misa_scales(job, launch)
     numbers = settings["momentum"], settings["look_ahead"]
-    rounds = {"STOCHASTIC": settings["stochastic_rounding"]}
+    rounding = {"STOCHASTIC": settings["stochastic_rounding"]}
     reads: dict[str, Any] = {"MAXIMIZE": job.maximize, "SEARCH": job.search, **_dtypes(launch)}
     param_dtype = reads.pop("PARAM_DTYPE")
     largest, squares = torch.empty(2, launch.blocks, dtype=torch.float32, device=device)
@@ -171,34 +180,34 @@ def _move_matrices(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: boo
     first = 0
     dtype = newton_schulz.dtype_for(settings["ns_dtype"], [job.members[0].param])
     memory = torch.empty(0, dtype=dtype or torch.float32, device=device)
-    cut = newton_schulz.workspace(launch.chunks, memory)
+    buffers = newton_schulz.workspace(launch.chunks, memory)
     for chunk in launch.chunks:
         n, k, count = chunk.n, chunk.k, len(chunk.indexes)
         grid = (triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE), count)
-        x, *spare = cut(chunk)
+        x, *other_buffers = buffers(chunk)
         misa_kernels.gather_kernel[grid](
             launch.table, launch.tall, peaks, norms, x, first, n, k, keep, *scales, seed, *numbers,
-            **rounds, **reads, TILE=_TILE, num_warps=8,
+            **rounding, **reads, TILE=_TILE, num_warps=8,
         )  # fmt: skip
-        o = newton_schulz.iterate(x, settings["ns_steps"], spare)
+        o = newton_schulz.iterate(x, settings["ns_steps"], other_buffers)
         factors = None
         if beta is not None:
             factors = torch.empty(count * k, dtype=torch.float32, device=device)
             misa_kernels.rows_kernel[(triton.cdiv(k, _ROWS), count)](
                 launch.table, launch.tall, o, factors, first, n, k, keep, seed, beta, 1 - beta,
-                math.log(beta) if beta else -math.inf, settings["eps"], **rounds,
+                math.log(beta) if beta else -math.inf, settings["eps"], **rounding,
                 STATE_DTYPE=reads["STATE_DTYPE"], ALIGNED=launch.aligned, ROWS=_ROWS, COLS=_COLS,
             )  # fmt: skip
         misa_kernels.move_kernel[grid](
             launch.table, launch.tall, o, factors, first, n, k, keep, seed, lr, job.weight_decay,
-            misa.RMS * k**0.5, **rounds, ON_DEVICE=on_device, PARAM_DTYPE=param_dtype,
+            misa.RMS * k**0.5, **rounding, ON_DEVICE=on_device, PARAM_DTYPE=param_dtype,
             ALIGNED=launch.aligned, TILE=_TILE, num_warps=8,
         )  # fmt: skip
         first += count
 
 
 def _misa_scales(job: ConsensusJob, launch: Launch) -> tuple[Tensor | None, Tensor | None]:
-    """Return what gradients are divided by and what r is multiplied by, where the kernels are."""
+    """Return the scale of the gradients and the factor on r, on the device of the launch."""
     clip = _on_device_of(job.clip_scale, launch)
     return _on_device_of(job.grad_scale, launch), None if clip is None else clip.to(torch.float32)
 
@@ -209,11 +218,11 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
     scheme = rule.scheme if isinstance(rule, SecondMoment) else "identity"
     keep = _on_device_of(job.keep, launch)
     _count(launch, keep)
-    follows = job.sigma is None
-    if follows:
-        numbers, on_device = _follow(job, launch, settings), True
+    sigma_follows = job.sigma is None
+    if sigma_follows:
+        numbers, on_device = _update_sigmas(job, launch, settings), True
     else:
-        numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
+        numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.consensus))
     elementwise.local_step_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
@@ -231,11 +240,11 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
         math.log(settings.beta),
         settings.eta,
         settings.eps,
-        job.move.consensus_decay if job.move else 0.0,
+        job.consensus.consensus_decay if job.consensus else 0.0,
         SCHEME=scheme,
         CAPS=settings.eta < math.inf,
         SEARCH=job.search,
-        FOLLOWS=follows,
+        SIGMA_FOLLOWS=sigma_follows,
         **_gradient_flags(job),
         **_finish_flags(job, launch, on_device),
         **_dtypes(launch),
@@ -243,15 +252,15 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
     )
 
 
-def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
-    """Let sigma follow the gradients; return rho/sigma and lr/(S + lr lambda), by parameter."""
+def _update_sigmas(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
+    """Update each parameter's sigma; return rho/sigma and lr/(S + lr lambda), one per parameter."""
     device, tensors = launch.kind.device, len(launch.order)
     ratios, scales = torch.empty(2, tensors, dtype=torch.float32, device=device)
-    largest, squares = _measured(
+    largest, squares = _measure_residual(
         launch, job.grad_scale, job.clip_scale, job.weight_decay, job.maximize
     )
-    numbers, on_device = _numbers(launch, job.rho, job.move.lr if job.move else 0.0)
-    elementwise.follow_kernel[(tensors,)](
+    numbers, on_device = _numbers(launch, job.rho, job.consensus.lr if job.consensus else 0.0)
+    elementwise.sigma_kernel[(tensors,)](
         launch.table,
         largest,
         squares,
@@ -260,7 +269,7 @@ def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
         scales,
         _on_device_of(job.keep, launch),
         *numbers,
-        job.move.consensus_decay if job.move else 0.0,
+        job.consensus.consensus_decay if job.consensus else 0.0,
         rule.beta,
         1 - rule.beta,
         math.log(rule.beta),
@@ -272,7 +281,7 @@ def _follow(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
     return [ratios, scales]
 
 
-def _orthogonalised_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> None:
+def _newton_schulz_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> None:
     device = launch.kind.device
     tensors = len(launch.order)
     keep, grad_scale = _on_device_of(job.keep, launch), _on_device_of(job.grad_scale, launch)
@@ -291,50 +300,50 @@ def _orthogonalised_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> N
     orthogonal.norm_kernel[(tensors,)](
         largest, squares, peaks, norms, launch.first_block, BLOCK=BLOCK
     )
-    numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.move))
+    numbers, on_device = _numbers(launch, job.rho / job.penalty, _scale(job.consensus))
     flags = _finish_flags(job, launch, on_device)
     del dtypes["GRAD_DTYPE"]
     log_perturbation = math.log(rule.perturbation) if rule.perturbation else -math.inf
     first = 0
     dtype = rule.dtype or torch.float32
-    cut = newton_schulz.workspace(launch.chunks, torch.empty(0, dtype=dtype, device=device))
+    buffers = newton_schulz.workspace(launch.chunks, torch.empty(0, dtype=dtype, device=device))
     for chunk in launch.chunks:
         n, k, count = chunk.n, chunk.k, len(chunk.indexes)
         grid = (triton.cdiv(n, _TILE) * triton.cdiv(k, _TILE), count)
-        x, *spare = cut(chunk)
+        x, *other_buffers = buffers(chunk)
         orthogonal.gather_kernel[grid](
             launch.table, launch.tall, peaks, norms, x, first, n, k, grad_scale, job.weight_decay,
             rule.momentum, **gradient, **search, **dtypes,
             GRAD_DTYPE=_DTYPES[launch.kind.grad], TILE=_TILE, num_warps=8,
         )  # fmt: skip
-        o = newton_schulz.iterate(x, rule.ns_steps, spare)
-        orthogonal.tail_kernel[grid](
+        o = newton_schulz.iterate(x, rule.ns_steps, other_buffers)
+        orthogonal.finish_kernel[grid](
             launch.table, launch.tall, o, first, n, k, rule.scale(k, n), log_perturbation, keep,
             seed, *numbers, job.weight, job.dual_decay,
-            job.move.consensus_decay if job.move else 0.0, **flags, **dtypes, TILE=_TILE,
+            job.consensus.consensus_decay if job.consensus else 0.0, **flags, **dtypes, TILE=_TILE,
             num_warps=8,
         )  # fmt: skip
         first += count
 
 
 def _count(launch: Launch, keep: Tensor | None) -> None:
-    """Count the step of every parameter, if the batch takes part."""
+    """Count the step of every parameter, if `keep` says so."""
     if keep is None:
         torch._foreach_add_(launch.steps, 1)
-    else:  # a list, because for a single tensor the host would wait to know its value
+    else:  # a list, because foreach would read the value of a single tensor on the host
         torch._foreach_add_(launch.steps, [keep.float()] * len(launch.steps))
 
 
-def _scale(move: Move | None) -> Scalar:
-    """Return what the consensus multiplies U - lambda w by."""
-    return move.scale() if move else 0.0
+def _scale(consensus: Consensus | None) -> Scalar:
+    """Return lr / (S + lr lambda); 0 without a consensus, where it is not used."""
+    return consensus.scale() if consensus else 0.0
 
 
 def _numbers(launch: Launch, *values: Scalar) -> tuple[list[Scalar], bool]:
-    """Return `values` as numbers or, if the device alone knows one, all of them there."""
+    """Return values as floats or, if one is on a device, all as tensors there, and whether so."""
     if not any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values):
         return [float(value) for value in values], False
-    # Written there by a kernel: a copy from the host could not be captured in a CUDA graph.
+    # Filled on the device: a copy from the host could not be captured in a CUDA graph.
     return [
         value.to(launch.kind.device, torch.float32)
         if isinstance(value, Tensor)
@@ -348,7 +357,7 @@ def _on_device_of(number: Tensor | None, launch: Launch) -> Tensor | None:
 
 
 def _seed(stochastic: bool, launch: Launch) -> Tensor | None:
-    """Draw on the device, so that every replay of a CUDA graph draws another."""
+    """Return a seed drawn on the device, so that every replay of a CUDA graph draws another."""
     return torch.randint(2**62, (), device=launch.kind.device) if stochastic else None
 
 
@@ -358,7 +367,7 @@ def _gradient_flags(job: LocalJob) -> dict[str, Any]:
 
 def _finish_flags(job: LocalJob, launch: Launch, on_device: bool) -> dict[str, Any]:
     return {
-        "MOVES": job.move is not None,
+        "MOVES": job.consensus is not None,
         "FRESH": launch.kind.fresh,
         "STOCHASTIC": job.stochastic_rounding,
         "ON_DEVICE": on_device,

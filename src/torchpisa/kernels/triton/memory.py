@@ -1,4 +1,4 @@
-"""How the kernels find, read and write tensors: a table of addresses, and one way to round."""
+"""Shared by all kernels: find tensors through the table, read them, and write them rounded."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ COLUMNS = tl.constexpr(10)
 PARAM = tl.constexpr(0)
 GRAD = tl.constexpr(1)
 DUAL = tl.constexpr(2)
-MEMORY = tl.constexpr(3)  # the preconditioner's: second moment or momentum
+MEMORY = tl.constexpr(3)  # state of the preconditioner: second moment, momentum or rows
 PENDING = tl.constexpr(4)
 STEP = tl.constexpr(5)
 SIGMA = tl.constexpr(6)  # where it follows the gradients, with the level that it follows
@@ -21,7 +21,7 @@ FIRST = tl.constexpr(9)  # number of the parameter's first block
 
 @triton.jit
 def address(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer in a column; `ALIGNED` promises 16 bytes, so that accesses are as wide."""
+    """Return the pointer in a column; `ALIGNED` promises a multiple of 16, for wide accesses."""
     pointer = tl.load(table + tensor * COLUMNS + COLUMN).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -39,7 +39,7 @@ def span(table, tensor_of, BLOCK: tl.constexpr):
 
 @triton.jit
 def read(pointers, mask, MASKED: tl.constexpr):
-    """Load as float32. A mask would keep whole blocks from being read in wide accesses."""
+    """Load as float32; without `MASKED`, for whole blocks, in wide accesses."""
     x = tl.load(pointers, mask=mask, other=0.0) if MASKED else tl.load(pointers)
     return x.to(tl.float32)
 
@@ -62,7 +62,7 @@ def write(pointers, x, random, mask, MASKED: tl.constexpr, STOCHASTIC: tl.conste
 
 @triton.jit
 def gradient(g, w, grad_scale, weight_decay, MAXIMIZE: tl.constexpr, DECAYS: tl.constexpr):
-    """Return g_i from the stored gradient: unscaled, turned round to maximise, with the L2 term."""
+    """Return g_i from the stored gradient: unscaled, negated to maximise, plus the L2 term."""
     if grad_scale is not None:
         g = g / tl.load(grad_scale)
     if MAXIMIZE:

@@ -1,16 +1,21 @@
-"""MISA's consensus: entry by entry in one launch, or around the matrix products.
+"""MISA's consensus: one launch for entries, several around the products for matrices.
 
-The arithmetic is that of `algorithms/misa.py`, in float32. For matrices the order is: `norm_kernel`
-and the kernel before it measure U, `gather_kernel` writes U into x, divided by its norm, and moves
-the dual, `kernels/newton_schulz.py` orthogonalises x, `rows_kernel` measures its rows, and
-`move_kernel` moves the weights. U is computed twice instead of being stored.
+The arithmetic is that of `algorithms/misa.py`, in float32. For matrices:
+
+1. `measure_kernel` and `orthogonal.norm_kernel` compute the norm of U.
+2. `gather_kernel` writes U, divided by its norm, into x, and updates the dual.
+3. `kernels/newton_schulz.py` orthogonalises x.
+4. `rows_kernel` averages the mean squares of its rows.
+5. `move_kernel` updates the weights.
+
+U is computed twice instead of being stored.
 """
 
 import triton
 import triton.language as tl
 
 from torchpisa.algorithms import misa
-from torchpisa.kernels.triton.elementwise import bias, find_nonfinite, store_square
+from torchpisa.kernels.triton.elementwise import bias_correction, find_nonfinite, store_square
 from torchpisa.kernels.triton.memory import (
     DUAL,
     GRAD,
@@ -30,8 +35,8 @@ _RMS = tl.constexpr(misa.RMS)
 
 
 @triton.jit
-def _present(g, good, keep, grad_scale, MAXIMIZE: tl.constexpr, SEARCH: tl.constexpr):
-    """Return the gradient to compute with, zero where it is left out and may be infinite."""
+def _counted(g, good, keep, grad_scale, MAXIMIZE: tl.constexpr, SEARCH: tl.constexpr):
+    """Return the gradient, zero where it is left out, since it may be infinite there."""
     g = gradient(g, g, grad_scale, 0.0, MAXIMIZE, False)
     if SEARCH:
         g = tl.where(good, g, 0.0)
@@ -42,7 +47,7 @@ def _present(g, good, keep, grad_scale, MAXIMIZE: tl.constexpr, SEARCH: tl.const
 
 @triton.jit
 def _look_ahead(pi, g, clip_scale, momentum, look_ahead):
-    """Return r, the dual's move and U."""
+    """Return r, delta and U = pi + c delta."""
     r = pi + g
     if clip_scale is not None:
         r = r * tl.load(clip_scale)
@@ -65,7 +70,7 @@ def _entries(
     clip_scale,
     seed,
     lr,
-    kept,
+    decay,
     momentum,
     look_ahead,
     beta,
@@ -84,10 +89,10 @@ def _entries(
     moment = read(moments + lane, mask, MASKED)
     w = read(params + lane, mask, MASKED)
     good = find_nonfinite(g, nonfinite, tensor, SEARCH)
-    g = _present(g, good, keep, grad_scale, MAXIMIZE, SEARCH)
+    g = _counted(g, good, keep, grad_scale, MAXIMIZE, SEARCH)
     r, delta, u = _look_ahead(pi, g, clip_scale, momentum, look_ahead)
     new = beta * moment + complement * (r * r)
-    moved = kept * w + lr * (u / (tl.sqrt(new) / correction + eps))
+    moved = decay * w + lr * (u / (tl.sqrt(new) / correction + eps))
     dual = pi + delta
     if keep is not None:
         present = tl.load(keep)
@@ -131,9 +136,9 @@ def entries_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take the whole consensus of what is not a matrix: `algorithms.misa.scale_entries`.
+    """Take the consensus of parameters that are not matrices: `algorithms.misa.scale_entries`.
 
-    `lr` is a number or, `ON_DEVICE`, where it is. `keep` leaves everything as it is if False;
+    `lr` is a number, or a pointer if `ON_DEVICE`. `keep`, if False, leaves everything as it is;
     `SEARCH` counts entries of gradients that are not finite as zero.
     """
     tensor, start, left = span(table, tensor_of, BLOCK)
@@ -141,20 +146,20 @@ def entries_kernel(
     grads = address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start
     duals = address(table, tensor, DUAL, STATE_DTYPE, ALIGNED) + start
     moments = address(table, tensor, MEMORY, STATE_DTYPE, ALIGNED) + start
-    correction = tl.sqrt(bias(table, tensor, log_beta))
+    correction = tl.sqrt(bias_correction(table, tensor, log_beta))
     if ON_DEVICE:
         lr = tl.load(lr)
-    kept = 1 - lr * weight_decay
+    decay = 1 - lr * weight_decay
     if left >= BLOCK:
         _entries(
             params, grads, duals, moments, left, tensor, correction, nonfinite, keep, grad_scale,
-            clip_scale, seed, lr, kept, momentum, look_ahead, beta, complement, eps, MAXIMIZE,
+            clip_scale, seed, lr, decay, momentum, look_ahead, beta, complement, eps, MAXIMIZE,
             SEARCH, STOCHASTIC, False, BLOCK,
         )  # fmt: skip
     else:
         _entries(
             params, grads, duals, moments, left, tensor, correction, nonfinite, keep, grad_scale,
-            clip_scale, seed, lr, kept, momentum, look_ahead, beta, complement, eps, MAXIMIZE,
+            clip_scale, seed, lr, decay, momentum, look_ahead, beta, complement, eps, MAXIMIZE,
             SEARCH, STOCHASTIC, True, BLOCK,
         )  # fmt: skip
 
@@ -178,7 +183,7 @@ def measure_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Measure U block by block, for its norm."""
+    """Measure U block by block, for `orthogonal.norm_kernel`."""
     tensor, start, left = span(table, tensor_of, BLOCK)
     grads = address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start
     duals = address(table, tensor, DUAL, STATE_DTYPE, ALIGNED) + start
@@ -191,7 +196,7 @@ def measure_kernel(
         g = read(grads + lane, mask, True)
         pi = read(duals + lane, mask, True)
     good = find_nonfinite(g, nonfinite, tensor, SEARCH)
-    g = _present(g, good, keep, grad_scale, MAXIMIZE, SEARCH)
+    g = _counted(g, good, keep, grad_scale, MAXIMIZE, SEARCH)
     _, _, u = _look_ahead(pi, g, clip_scale, momentum, look_ahead)
     store_square(u, largest, squares)
 
@@ -217,12 +222,12 @@ def _gather(
     STATE_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Move the dual, and return U divided by its norm."""
+    """Update the dual, and return U divided by its norm."""
     duals = address(table, tensor, DUAL, STATE_DTYPE, ALIGNED) + offsets
     pi = read(duals, mask, True)
     g = read(address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + offsets, mask, True)
     good = tl.abs(g) < float("inf")
-    g = _present(g, good, keep, grad_scale, MAXIMIZE, SEARCH)
+    g = _counted(g, good, keep, grad_scale, MAXIMIZE, SEARCH)
     _, delta, u = _look_ahead(pi, g, clip_scale, momentum, look_ahead)
     dual = pi + delta
     if keep is not None:
@@ -258,7 +263,7 @@ def gather_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Fill x with U of the matrices `first`, `first` + 1, ... and move their duals."""
+    """Fill x with the normalised U of matrices `first`, `first` + 1, ... and update their duals."""
     batch = tl.program_id(1)
     tensor = first + batch
     i, j = tile(n, k, TILE)
@@ -303,9 +308,9 @@ def rows_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Average the mean squares of rows over time, and write what rows are to be multiplied by.
+    """Update the averages of the rows' mean squares, and write the factor of each row.
 
-    These are rows of the parameter, hence columns of x where it is tall. `factors` has k numbers
+    The rows are those of the parameter, so columns of x where it is tall. `factors` has k numbers
     per matrix.
     """
     batch = tl.program_id(1)
@@ -334,7 +339,7 @@ def rows_kernel(
     rows = address(table, tensor, MEMORY, STATE_DTYPE, ALIGNED) + here
     old = read(rows, inside, True)
     new = beta * old + complement * (total / length)
-    correction = tl.sqrt(bias(table, tensor, log_beta))
+    correction = tl.sqrt(bias_correction(table, tensor, log_beta))
     factor = _RMS / (tl.sqrt(new) / correction + eps)
     if keep is not None:
         new = tl.where(tl.load(keep), new, old)
@@ -356,14 +361,14 @@ def _move(
     keep,
     seed,
     lr,
-    kept,
+    decay,
     STOCHASTIC: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     params = address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + offsets
     w = read(params, mask, True)
-    moved = kept * w + lr * (factor * o)
+    moved = decay * w + lr * (factor * o)
     if keep is not None:
         moved = tl.where(tl.load(keep), moved, w)
     random = offsets
@@ -392,13 +397,13 @@ def move_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Move weights by x times the factors of their rows or, without factors, times `scale`."""
+    """Update the weights by x times the factors of its rows or, without factors, times `scale`."""
     batch = tl.program_id(1)
     tensor = first + batch
     i, j = tile(n, k, TILE)
     if ON_DEVICE:
         lr = tl.load(lr)
-    kept = 1 - lr * weight_decay
+    decay = 1 - lr * weight_decay
     here = x + batch.to(tl.int64) * n * k + i[:, None] * k + j[None, :]
     o = tl.load(here, mask=(i[:, None] < n) & (j[None, :] < k), other=0.0).to(tl.float32)
     if tl.load(tall + tensor):
@@ -408,7 +413,7 @@ def move_kernel(
         if factors is not None:
             factor = tl.load(factors + batch * k + j, mask=j < k, other=0.0)
         _move(
-            tl.trans(o), factor[:, None], table, tensor, offsets, mask, keep, seed, lr, kept,
+            tl.trans(o), factor[:, None], table, tensor, offsets, mask, keep, seed, lr, decay,
             STOCHASTIC, PARAM_DTYPE, ALIGNED,
         )  # fmt: skip
     else:
@@ -418,6 +423,6 @@ def move_kernel(
         if factors is not None:
             factor = tl.load(factors + batch * k + i, mask=i < n, other=0.0)
         _move(
-            o, factor[:, None], table, tensor, offsets, mask, keep, seed, lr, kept, STOCHASTIC,
+            o, factor[:, None], table, tensor, offsets, mask, keep, seed, lr, decay, STOCHASTIC,
             PARAM_DTYPE, ALIGNED,
         )  # fmt: skip

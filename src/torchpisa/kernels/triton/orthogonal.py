@@ -1,14 +1,23 @@
-"""NSISA around its matrix products: momentum before them, dual and consensus after them.
+"""NSISA's local step around the matrix products, with the arithmetic of `algorithms/nsisa.py`.
 
-The arithmetic is that of `algorithms/nsisa.py`. The products themselves are in `symmetric.py` and
-`kernels/newton_schulz.py`; they work on a batch x of (n, k) matrices, n <= k, so a parameter with
-more rows than columns ("tall") goes in and comes out transposed.
+1. `momentum_kernel` and `norm_kernel` update the momentum and compute its norm.
+2. `gather_kernel` writes the momentum, divided by its norm, into x.
+3. `kernels/newton_schulz.py` orthogonalises x.
+4. `finish_kernel` updates the dual, and the weights or the pending sum.
+
+x is a batch of (n, k) matrices, n <= k: a parameter with more rows than columns ("tall") is
+transposed on the way into x and back.
 """
 
 import triton
 import triton.language as tl
 
-from torchpisa.kernels.triton.elementwise import find_nonfinite, finish, store_square, total_square
+from torchpisa.kernels.triton.elementwise import (
+    find_nonfinite,
+    finish_step,
+    store_square,
+    total_square,
+)
 from torchpisa.kernels.triton.memory import (
     DUAL,
     GRAD,
@@ -23,7 +32,7 @@ from torchpisa.kernels.triton.memory import (
     write,
 )
 
-__all__ = ["gather_kernel", "momentum_kernel", "norm_kernel", "tail_kernel", "tile"]
+__all__ = ["finish_kernel", "gather_kernel", "momentum_kernel", "norm_kernel", "tile"]
 
 
 @triton.jit
@@ -95,7 +104,7 @@ def momentum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute b = momentum b + g, and measure it block by block, for its norm."""
+    """Compute b = momentum b + g, and measure it block by block, for `norm_kernel`."""
     tensor, start, left = span(table, tensor_of, BLOCK)
     params = address(table, tensor, PARAM, PARAM_DTYPE, ALIGNED) + start
     grads = address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + start
@@ -123,7 +132,7 @@ def norm_kernel(
     first_block,
     BLOCK: tl.constexpr,
 ):
-    """Write the largest entry of every matrix, and the norm of the matrix over it."""
+    """Write the largest absolute entry of each matrix, and its norm relative to that."""
     tensor = tl.program_id(0)
     divisor, total = total_square(largest, squares, first_block, tensor, BLOCK)
     tl.store(peaks + tensor, divisor)
@@ -132,7 +141,7 @@ def norm_kernel(
 
 @triton.jit
 def tile(n, k, TILE: tl.constexpr):
-    """Return rows and columns, as x counts them, of this program's tile."""
+    """Return the rows and columns of x that this program's tile covers."""
     across = tl.cdiv(k, TILE)
     i = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
     j = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
@@ -140,7 +149,7 @@ def tile(n, k, TILE: tl.constexpr):
 
 
 @triton.jit
-def _orthogonalised(
+def _normalized(
     table,
     tensor,
     offsets,
@@ -159,7 +168,7 @@ def _orthogonalised(
     STATE_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return what goes into Newton-Schulz, divided by its norm."""
+    """Return the input of Newton-Schulz, divided by its norm."""
     b = read(address(table, tensor, MEMORY, STATE_DTYPE, ALIGNED) + offsets, mask, True)
     if NESTEROV:
         g = read(address(table, tensor, GRAD, GRAD_DTYPE, ALIGNED) + offsets, mask, True)
@@ -197,7 +206,7 @@ def gather_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Fill x with what is to be orthogonalised of the matrices `first`, `first` + 1, ..."""
+    """Fill x with the normalised input of Newton-Schulz for matrices `first`, `first` + 1, ..."""
     batch = tl.program_id(1)
     tensor = first + batch
     i, j = tile(n, k, TILE)
@@ -205,7 +214,7 @@ def gather_kernel(
     if tl.load(tall + tensor):
         offsets = j[:, None] * n + i[None, :]
         mask = (j[:, None] < k) & (i[None, :] < n)
-        b = _orthogonalised(
+        b = _normalized(
             table, tensor, offsets, mask, peak, norm, grad_scale, weight_decay, momentum,
             MAXIMIZE, DECAYS, NESTEROV, SEARCH, PARAM_DTYPE, GRAD_DTYPE, STATE_DTYPE, ALIGNED,
         )  # fmt: skip
@@ -213,7 +222,7 @@ def gather_kernel(
     else:
         offsets = i[:, None] * k + j[None, :]
         mask = (i[:, None] < n) & (j[None, :] < k)
-        b = _orthogonalised(
+        b = _normalized(
             table, tensor, offsets, mask, peak, norm, grad_scale, weight_decay, momentum,
             MAXIMIZE, DECAYS, NESTEROV, SEARCH, PARAM_DTYPE, GRAD_DTYPE, STATE_DTYPE, ALIGNED,
         )  # fmt: skip
@@ -222,7 +231,7 @@ def gather_kernel(
 
 
 @triton.jit
-def _tail(
+def _finish(
     o,
     table,
     tensor,
@@ -259,14 +268,14 @@ def _tail(
     random_dual, random_weight = offsets, offsets
     if STOCHASTIC:
         random_dual, random_weight, _, _ = tl.randint4x(tl.load(seed) + tensor, offsets)
-    finish(
+    finish_step(
         pi, delta, w, good, params, duals, pendings, scale, weight, dual_decay, consensus_decay,
         (random_dual, random_weight), mask, True, STOCHASTIC, MOVES, FRESH, CHECKED,
     )  # fmt: skip
 
 
 @triton.jit
-def tail_kernel(
+def finish_kernel(
     table,
     tall,
     x,
@@ -308,7 +317,7 @@ def tail_kernel(
     if tl.load(tall + tensor):
         offsets = j[:, None] * n + i[None, :]
         mask = (j[:, None] < k) & (i[None, :] < n)
-        _tail(
+        _finish(
             tl.trans(o) * aspect, table, tensor, offsets, mask, perturbation, keep, seed, ratio,
             scale, weight, dual_decay, consensus_decay, MOVES, FRESH, STOCHASTIC, PARAM_DTYPE,
             STATE_DTYPE, ALIGNED,
@@ -316,7 +325,7 @@ def tail_kernel(
     else:
         offsets = i[:, None] * k + j[None, :]
         mask = (i[:, None] < n) & (j[None, :] < k)
-        _tail(
+        _finish(
             o, table, tensor, offsets, mask, perturbation, keep, seed, ratio, scale, weight,
             dual_decay, consensus_decay, MOVES, FRESH, STOCHASTIC, PARAM_DTYPE, STATE_DTYPE,
             ALIGNED,

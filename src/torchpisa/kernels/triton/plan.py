@@ -1,11 +1,12 @@
-"""The local step in one launch per parameter group, by Triton kernels over a table of addresses.
+"""Plans: the launches of a job, kept from step to step, or the reason why Triton cannot take it.
 
-`find` gives the plan for a job, or says why there is none. A plan is built once and compared in
-every step; when nothing but addresses has changed, as those of gradients do, only the table is
-sent anew.
+One launch steps all parameters of one `Kind`, by a table of their addresses. A plan is built in the
+first step. Each further step compares it with the tensors that it is given; if only addresses have
+changed, as those of gradients do, it sends a new table.
 """
 
 import contextlib
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.job import Kernel, LocalJob, Member, Move, check_shapes, mark_changed
+from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, check_shapes, mark_changed
 from torchpisa.kernels.misa import ConsensusJob, block_shape
 from torchpisa.kernels.optional import without_triton
 from torchpisa.kernels.triton import table
@@ -37,7 +38,7 @@ __all__ = [
 DEVICES = ["cuda"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What the preconditioner remembers. Identity has nothing; its kernel does not look.
+# The state of each preconditioner. Identity has none, and its kernel does not read this column.
 _MEMORY: dict[type[Preconditioner], str] = {
     SecondMoment: "moment",
     NewtonSchulz: "momentum",
@@ -47,14 +48,14 @@ _MEMORY: dict[type[Preconditioner], str] = {
 
 @dataclass
 class Plan:
-    """The launches of a job that is taken again and again, or of a consensus.
+    """The launches of a local step or a consensus, for all steps with the same parameters.
 
     Attributes:
-        rows: the parameters, as they were when the table was last sent.
-        glance: what is compared of them in every step.
-        launches: one per combination of devices and dtypes.
+        rows: a row per parameter, as last sent to the device.
+        fingerprint: what each step compares, to know whether the rows still hold.
+        launches: one per combination of device and dtypes.
         captured: host memory that CUDA graphs copy from.
-        copies: gradients that had to be laid out like their parameters.
+        copies: copies of gradients that are not laid out like their parameters.
     """
 
     finds_nonfinite: ClassVar[bool] = True
@@ -62,13 +63,13 @@ class Plan:
     slower: ClassVar[Kernel | None] = None
 
     rows: list[Row]
-    glance: list[Row]
+    fingerprint: list[Row]
     launches: list[Launch]
     captured: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
 
     def supports(self, job: LocalJob) -> bool:
-        """Return True: a plan is made for the jobs that it is given."""
+        """Return True: a plan is only given jobs that it was made for."""
         return True
 
     def local_step(self, job: LocalJob) -> None:
@@ -78,7 +79,7 @@ class Plan:
         for each in self.launches:
             with _on(each.kind.device):
                 launch.local_step(job, each)
-        if job.move is not None:
+        if job.consensus is not None:
             mark_changed(member.param for member in job.members)
         else:
             for member in job.members:
@@ -96,7 +97,7 @@ class Plan:
         return norms
 
     def any_nonfinite(self) -> list[Tensor]:
-        """Return 0-d bool tensors: whether a gradient is not finite, by launch."""
+        """Return a 0-d bool tensor per launch: whether a gradient is not finite."""
         from torchpisa.kernels.triton import launch
 
         flags = []
@@ -105,13 +106,15 @@ class Plan:
                 flags.append(launch.any_nonfinite(each))
         return flags
 
-    def consensus(self, members: list[Member], move: Move, keep: Tensor | None) -> None:
+    def take_consensus(
+        self, members: list[Member], consensus: Consensus, keep: Tensor | None
+    ) -> None:
         """Take the consensus, see `Kernel`."""
         from torchpisa.kernels.triton import launch
 
         for each in self.launches:
             with _on(each.kind.device):
-                launch.consensus(move, keep, each)
+                launch.take_consensus(consensus, keep, each)
         mark_changed(member.param for member in members)
 
 
@@ -130,7 +133,7 @@ class MisaPlan(Plan):
         self.copies.clear()
 
     def residual_norms(self, job: ConsensusJob) -> list[Tensor]:
-        """Return the norm of r."""
+        """Return the norm of r for each launch."""
         from torchpisa.kernels.triton import launch
 
         norms = []
@@ -150,26 +153,26 @@ def find(
     members: Sequence[Member],
     preconditioner: Preconditioner,
     slot: int,
-    follows: bool,
+    sigma_follows: bool,
 ) -> Plan | str:
     """Return the plan for a local step over `members`, or the reason why there is none.
 
     Args:
-        plans: what earlier calls have built.
-        key: names the group and the batch.
-        members: parameters, all with gradients.
+        plans: the plans that earlier calls have built; a new one is added.
+        key: identifies the set of members and the batch.
+        members: the parameters, all with gradients.
         preconditioner: solves for d.
         slot: the batch.
-        follows: whether sigma follows their gradients.
+        sigma_follows: True if sigma follows the gradients.
     """
     memory = _MEMORY.get(type(preconditioner))
     if memory is None:
         return f"there is no kernel for {type(preconditioner).__name__}"
     keys = state_key("dual", slot), state_key(memory, slot), state_key("step", slot)
-    followed = (state_key("sigma", slot), state_key("level", slot)) if follows else ()
+    sigma_keys = (state_key("sigma", slot), state_key("level", slot)) if sigma_follows else ()
     plan = plans.get(key)
-    glance = _glance(members, *keys)
-    if plan is not None and glance == plan.glance and not _capturing(plan.launches):
+    fingerprint = _fingerprint(members, *keys)
+    if plan is not None and fingerprint == plan.fingerprint and not _capturing(plan.launches):
         return plan
     reason = obstacle([member.param for member in members], preconditioner)
     if reason is not None:
@@ -177,9 +180,9 @@ def find(
     if any(member.whole is not None for member in members):
         if isinstance(preconditioner, NewtonSchulz):
             return "matrices are sharded, so they have to be brought together first"
-        if follows:
+        if sigma_follows:
             return "sigma follows gradients of which every process has a part"
-    if follows and not isinstance(preconditioner, SecondMoment):
+    if sigma_follows and not isinstance(preconditioner, SecondMoment):
         return f"there is no kernel for a sigma that follows with {type(preconditioner).__name__}"
     check_shapes(members, (*keys[:2], "pending"))
     for param, grad, state, _ in members:
@@ -188,20 +191,20 @@ def find(
         reason = _mismatch(param, grad, tensors)
         if reason is not None:
             return reason
-        for name in followed:
+        for name in sigma_keys:
             if state[name].dtype != torch.float32 or state[name].device != param.device:
                 return f"{name} of a parameter is on another device, or not float32"
-        # Where the kernels can count, for good; elsewhere it would have to be sent every time.
+        # The counter stays on the device, where the kernels count.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
-    rows, copies = _local_rows(members, *keys, followed)
-    # Addresses of copies change from step to step, so those of gradients must be asked for anew.
-    glance = [] if copies else _glance(members, *keys)
+    rows, copies = _local_rows(members, *keys, sigma_keys)
+    # A copy is made in every step, so the next step must not match.
+    fingerprint = [] if copies else _fingerprint(members, *keys)
     matrices = None
     if isinstance(preconditioner, NewtonSchulz):
         params = [member.param for member in members]
         shapes = [(param.size(0), param.numel() // param.size(0)) for param in params]
         matrices = Matrices(shapes, (preconditioner.dtype or torch.float32).itemsize)
-    plan = plans[key] = _refreshed(plan, rows, glance, matrices, Plan)
+    plan = plans[key] = _updated(plan, rows, fingerprint, matrices, Plan)
     for launch in plan.launches:
         launch.steps = [members[number].state[keys[2]] for number in launch.order]
     plan.copies = copies
@@ -211,11 +214,11 @@ def find(
 def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Plan | str:
     """Return the plan for a consensus over `members`, or the reason why there is none."""
     plan = plans.get(key)
-    glance = [
+    fingerprint = [
         (param.data_ptr(), state["pending"].data_ptr(), param.numel())
         for param, _, state, _ in members
     ]
-    if plan is not None and glance == plan.glance and not _capturing(plan.launches):
+    if plan is not None and fingerprint == plan.fingerprint and not _capturing(plan.launches):
         return plan
     reason = obstacle([member.param for member in members], None)
     if reason is not None:
@@ -231,7 +234,7 @@ def find_consensus(plans: Plans, key: Hashable, members: Sequence[Member]) -> Pl
         addresses = (param.data_ptr(), 0, 0, 0, pending.data_ptr(), 0, 0, 0)
         kind = param.device, param.dtype, param.dtype, pending.dtype, False
         rows.append((*addresses, param.numel(), *kind))
-    plan = plans[key] = _refreshed(plan, rows, glance, None, Plan)
+    plan = plans[key] = _updated(plan, rows, fingerprint, None, Plan)
     return plan
 
 
@@ -239,8 +242,12 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
     """Return the plan for a consensus of MISA, or the reason why there is none."""
     memory = "rows" if job.matrix else "moment"
     plan = plans.get(key)
-    glance = _misa_glance(job, memory)
-    if isinstance(plan, MisaPlan) and glance == plan.glance and not _capturing(plan.launches):
+    fingerprint = _misa_fingerprint(job, memory)
+    if (
+        isinstance(plan, MisaPlan)
+        and fingerprint == plan.fingerprint
+        and not _capturing(plan.launches)
+    ):
         return plan
     members = job.members
     params = [member.param for member in members]
@@ -258,28 +265,29 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
     rows: list[Row] = []
     shapes: list[tuple[int, int]] = []
     copies: list[Tensor] = []
-    for member, given in zip(members, job.grads, strict=True):
+    for member, given_grad in zip(members, job.grads, strict=True):
         param, state = member.param, member.state
-        dual, kept = state["dual"], state.get(memory, state["dual"])
-        reason = _mismatch(param, given, [dual] if job.matrix else [dual, kept])
+        dual, average = state["dual"], state.get(memory, state["dual"])
+        reason = _mismatch(param, given_grad, [dual] if job.matrix else [dual, average])
         if reason is not None:
             return reason
-        if kept.dtype != dual.dtype:
+        if average.dtype != dual.dtype:
             return "state of one parameter is of several dtypes"
         height, width = block_shape(param, count) if job.matrix else (1, 0)
-        rows_missing = "rows" not in state or kept.numel() != count * height
+        rows_missing = "rows" not in state or average.numel() != count * height
         if job.matrix and job.settings["row_beta"] is not None and rows_missing:
             return "a parameter has not one mean square per row in its state"
         state["step"] = state["step"].to(param.device, torch.float32, non_blocking=True)
-        grad = _laid_out_like(param, given, copies)
+        grad = _laid_out_like(param, given_grad, copies)
         size = param.numel() // count
-        steps = [size * tensor.itemsize for tensor in (param, grad, dual)]
-        steps.append((height if job.matrix else size) * kept.itemsize)
-        starts = [tensor.data_ptr() for tensor in (param, grad, dual, kept)]
+        block_bytes = [size * tensor.itemsize for tensor in (param, grad, dual)]
+        block_bytes.append((height if job.matrix else size) * average.itemsize)
+        starts = [tensor.data_ptr() for tensor in (param, grad, dual, average)]
         for block in range(count):
+            offsets = [block * one for one in block_bytes]
             rows.append(
                 (
-                    *(start + block * step for start, step in zip(starts, steps, strict=True)),
+                    *map(operator.add, starts, offsets),
                     0,
                     state["step"].data_ptr(),
                     *(0, 0),
@@ -296,26 +304,26 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
     if job.matrix:
         dtype = newton_schulz.dtype_for(job.settings["ns_dtype"], params) or torch.float32
         matrices = Matrices(shapes, dtype.itemsize)
-    glance = [] if copies else _misa_glance(job, memory)
-    known = plan if isinstance(plan, MisaPlan) else None
-    refreshed = plans[key] = _refreshed(known, rows, glance, matrices, MisaPlan)
-    for launch in refreshed.launches:
+    fingerprint = [] if copies else _misa_fingerprint(job, memory)
+    earlier = plan if isinstance(plan, MisaPlan) else None
+    updated = plans[key] = _updated(earlier, rows, fingerprint, matrices, MisaPlan)
+    for launch in updated.launches:
         launch.members = [number // count for number in launch.order]
         launch.steps = [members[number].state["step"] for number in dict.fromkeys(launch.members)]
-    refreshed.copies = copies
-    return refreshed
+    updated.copies = copies
+    return updated
 
 
 def misa_obstacle(settings: Mapping[str, Any]) -> str | None:
-    """Return why MISA cannot be computed by these kernels with some settings; None if it can."""
+    """Return why these kernels cannot compute MISA with these settings; None if they can."""
     for name in ("before", "damping"):
         if settings[name]:
             return f"there is no kernel for {name}={settings[name]!r}"
     return None
 
 
-def _misa_glance(job: ConsensusJob, memory: str) -> list[Row]:
-    """Return as little as tells that the table still holds, see `_glance`."""
+def _misa_fingerprint(job: ConsensusJob, memory: str) -> list[Row]:
+    """Return what tells whether the rows of MISA still hold, see `_fingerprint`."""
     return [
         (
             param.data_ptr(),
@@ -337,16 +345,16 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) ->
     if preconditioner is not None and type(preconditioner) not in _MEMORY:
         return f"there is no kernel for {type(preconditioner).__name__}"
     for param in params:
-        kind = f"a parameter of shape {tuple(param.shape)}"
+        which = f"a parameter of shape {tuple(param.shape)}"
         if type(param) not in (Tensor, torch.nn.Parameter):
-            return f"{kind} is a {type(param).__name__}, not a plain tensor"
+            return f"{which} is a {type(param).__name__}, not a plain tensor"
         if param.device.type not in DEVICES:
-            return f"{kind} is on {param.device}, not on a CUDA device"
+            return f"{which} is on {param.device}, not on a CUDA device"
         if param.dtype not in _DTYPES:
-            return f"{kind} is of {param.dtype}, not float32, bfloat16 or float16"
+            return f"{which} is of {param.dtype}, not float32, bfloat16 or float16"
         # What torch allocates for dense tensors has their strides.
         if torch.empty_like(param, device="meta").stride() != param.stride():
-            return f"{kind} has gaps or overlaps in memory"
+            return f"{which} has gaps or overlaps in memory"
     if isinstance(preconditioner, NewtonSchulz):
         reason = _not_row_by_row(params)
         if reason is not None:
@@ -355,22 +363,22 @@ def obstacle(params: Sequence[Tensor], preconditioner: Preconditioner | None) ->
 
 
 def _not_row_by_row(params: Sequence[Tensor]) -> str | None:
-    """Return why parameters cannot be taken as matrices; None if they can."""
+    """Return why parameters cannot be read as matrices; None if they can."""
     for param in params:
-        kind = f"a parameter of shape {tuple(param.shape)}"
+        which = f"a parameter of shape {tuple(param.shape)}"
         if param.dim() < 2 or param.stride(0) != max(param.stride()):
-            return f"{kind} is not stored row by row"
+            return f"{which} is not stored row by row"
         if param.numel() >= 2**31:
-            return f"{kind} has more than 2^31 elements"
+            return f"{which} has more than 2^31 elements"
     return None
 
 
 def _mismatch(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> str | None:
-    """Return why a gradient and state shaped like its parameter have no place in a table."""
+    """Return why the kernels cannot read a gradient and state of a parameter; None if they can."""
     for tensor in (grad, *states):
         if tensor.dtype not in _DTYPES:
-            kind = "gradient" if tensor is grad else "state"
-            return f"a {kind} is of {tensor.dtype}, not float32, bfloat16 or float16"
+            role = "gradient" if tensor is grad else "state"
+            return f"a {role} is of {tensor.dtype}, not float32, bfloat16 or float16"
     if any(tensor.dtype != states[0].dtype for tensor in states):
         return "state of one parameter is of several dtypes"
     if any(tensor.stride() != param.stride() for tensor in states):
@@ -381,18 +389,18 @@ def _mismatch(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> str | No
 
 
 def _laid_out_like(param: Tensor, grad: Tensor, copies: list[Tensor]) -> Tensor:
-    """Return the gradient, or a copy laid out like its parameter, which is noted in `copies`."""
+    """Return the gradient, or a copy laid out like its parameter, which is added to `copies`."""
     if (grad.is_contiguous() and param.is_contiguous()) or grad.stride() == param.stride():
         return grad
     copies.append(torch.empty_like(param, dtype=grad.dtype).copy_(grad))
     return copies[-1]
 
 
-def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> list[Row]:
-    """Return as little as tells that the table still holds: this runs in every step.
+def _fingerprint(members: Sequence[Member], dual: str, memory: str, step: str) -> list[Row]:
+    """Return what tells whether rows still hold; as little as possible, since every step needs it.
 
-    An address that is used again may be of a gradient of another dtype or layout; parameters and
-    state do not change theirs without moving.
+    The address of an earlier gradient may be reused for one of another dtype or layout; a parameter
+    or state with another dtype or layout has another address.
     """
     return [
         (
@@ -413,7 +421,7 @@ def _glance(members: Sequence[Member], dual: str, memory: str, step: str) -> lis
 
 
 def _local_rows(
-    members: Sequence[Member], dual: str, memory: str, step: str, followed: Sequence[str]
+    members: Sequence[Member], dual: str, memory: str, step: str, sigma_keys: Sequence[str]
 ) -> tuple[list[Row], list[Tensor]]:
     rows: list[Row] = []
     copies: list[Tensor] = []
@@ -429,7 +437,7 @@ def _local_rows(
                 state[memory].data_ptr(),
                 state.get("pending", dual_tensor).data_ptr(),
                 state[step].data_ptr(),
-                *(tuple(state[name].data_ptr() for name in followed) or (0, 0)),
+                *(tuple(state[name].data_ptr() for name in sigma_keys) or (0, 0)),
                 param.numel(),
                 param.device,
                 param.dtype,
@@ -441,24 +449,24 @@ def _local_rows(
     return rows, copies
 
 
-def _refreshed(
+def _updated(
     plan: _P | None,
     rows: list[Row],
-    glance: list[Row],
+    fingerprint: list[Row],
     matrices: Matrices | None,
     kind: type[_P],
 ) -> _P:
-    """Return `plan` with new addresses if it has the same tensors otherwise, else a new one."""
+    """Return `plan` with new addresses if nothing else has changed, else a new plan."""
     if plan is not None and not _capturing(plan.launches):
         same = [row[table.SIZE :] for row in rows] == [row[table.SIZE :] for row in plan.rows]
         if same:
             for launch in plan.launches:
                 table.refresh(launch, rows)
-            plan.rows, plan.glance = rows, glance
+            plan.rows, plan.fingerprint = rows, fingerprint
             return plan
-    # A graph must find its own table at every replay, whatever steps are taken beside it.
+    # A CUDA graph copies from its own host memory at every replay, whatever other steps there are.
     captured = [] if plan is None else plan.captured
-    return kind(rows, glance, table.build(rows, matrices, captured), captured)
+    return kind(rows, fingerprint, table.build(rows, matrices, captured), captured)
 
 
 def _capturing(launches: Sequence[Launch]) -> bool:

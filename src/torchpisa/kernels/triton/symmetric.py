@@ -1,7 +1,7 @@
-"""Products that are symmetric, at half of the work.
+"""Products of matrices that are known to be symmetric, at half of the work.
 
-Newton-Schulz needs A = X X^T and polynomials in A, whose products are symmetric too. Only the tiles
-on and below the diagonal are computed; each is written twice, as it is and mirrored.
+Newton-Schulz needs A = X X^T and products of polynomials in A, which are symmetric too. Only the
+tiles on and below the diagonal are computed; each is written twice, as it is and mirrored.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def symmetric_product(
         alpha: factor of the product.
         beta: factor of the addend.
         diagonal: added to every entry on the diagonal.
-        how: `launch(n, k, x.dtype)` by default.
+        how: the tiles; `launch(n, k, x.dtype)` by default.
     """
     c, n, k = x.shape
     _check("x", x, (c, n, k), x.dtype)
@@ -120,7 +120,7 @@ def _tiles(n: int, rows: int, cols: int) -> int:
 
 
 def _describable(x: Tensor) -> bool:
-    """Return whether the copy engine can read it: addresses of rows are multiples of 16 bytes."""
+    """Return whether the copy engine can read `x`: its rows start at multiples of 16 bytes."""
     return (
         TensorDescriptor is not None
         and x.data_ptr() % 16 == 0

@@ -1,4 +1,4 @@
-"""Tables of addresses, by which one kernel launch reaches many tensors."""
+"""Tables: addresses and sizes of tensors, by which one launch of a kernel steps many parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from torchpisa.kernels import newton_schulz
 
 __all__ = ["BLOCK", "KIND", "SIZE", "Kind", "Launch", "Matrices", "Row", "build", "refresh"]
 
-# Elements that one program of a kernel handles; of those tried on an H200 the fastest.
+# Elements that one program of a kernel handles; the fastest of those tried on an H200.
 BLOCK = 1024
 
 
@@ -25,9 +25,9 @@ class Kind(NamedTuple):
     fresh: bool
 
 
-# Addresses of parameter, gradient, dual, the preconditioner's memory, pending sum, step counter,
-# sigma and level, 0 for what a kernel does not need; number of elements; and the fields of `Kind`.
-# A plain tuple, since one is made and compared for every parameter in every step.
+# Addresses of parameter, gradient, dual, the preconditioner's state, pending sum, step counter,
+# sigma and level, 0 for those that a kernel does not need; number of elements; the fields of
+# `Kind`. A plain tuple, because each step makes and compares one per parameter.
 Row = tuple[Any, ...]
 ADDRESSES = slice(0, 8)
 SIZE = 8
@@ -35,7 +35,7 @@ KIND = slice(9, None)
 
 
 class Matrices(NamedTuple):
-    """Rows and columns of parameters that are orthogonalised, and bytes of a number there."""
+    """Rows and columns of the matrices to orthogonalise, and bytes of a number in the products."""
 
     shapes: Sequence[tuple[int, int]]
     itemsize: int
@@ -43,22 +43,22 @@ class Matrices(NamedTuple):
 
 @dataclass
 class Launch:
-    """Parameters of one kind, and what their kernels find on the device.
+    """The parameters of one kind, and the tensors that describe them to the kernels.
 
     Attributes:
-        kind: what they have in common.
-        order: their numbers among the rows of the plan.
-        members: their numbers among its parameters, which may have several rows each.
-        blocks: number of blocks, that is, of programs.
-        table: a row of addresses, size and first block per parameter.
-        tensor_of: the parameter of each block.
-        first_block: the first block of each parameter and, at the end, the number of blocks.
-        nonfinite: a flag per parameter, set where a gradient is not finite.
+        kind: the properties that the parameters share.
+        order: the indexes of their rows in the plan.
+        members: the indexes of their members in the job; a member may have several rows.
+        blocks: the number of blocks, which is that of programs.
+        table: a row of addresses, size and first block for each.
+        tensor_of: the row of each block.
+        first_block: the first block of each row and, at the end, the number of blocks.
+        nonfinite: a flag per row, set where a gradient is not finite.
         seen: host memory for a copy of the flags.
-        steps: counters of the parameters.
-        aligned: whether all addresses are multiples of 16.
+        steps: the step counters of the parameters.
+        aligned: True if all addresses are multiples of 16.
         chunks: for matrices, the batches that are orthogonalised together.
-        tall: for matrices, which of them have more rows than columns.
+        tall: for matrices, a flag per row: more rows than columns.
     """
 
     kind: Kind
@@ -79,8 +79,8 @@ class Launch:
 def build(rows: Sequence[Row], matrices: Matrices | None, captured: list[Tensor]) -> list[Launch]:
     """Return the launches for `rows`; `matrices` are put in the order of their chunks.
 
-    Host memory that a CUDA graph being captured will copy from at every replay is put into
-    `captured`, whose owner keeps it.
+    While a CUDA graph is captured, the host memory that it will copy from at every replay is
+    added to `captured`, which must live as long as the graph.
     """
     kinds: dict[Kind, list[int]] = {}
     for number, row in enumerate(rows):
@@ -98,7 +98,7 @@ def build(rows: Sequence[Row], matrices: Matrices | None, captured: list[Tensor]
 
 def refresh(launch: Launch, rows: Sequence[Row]) -> None:
     """Write new addresses of tensors of the same sizes into the table."""
-    values = _values(launch.order, rows)
+    values = _table_values(launch.order, rows)
     launch.aligned = _aligned(values)
     launch.table.copy_(_pinned(values, torch.int64, launch.kind.device), non_blocking=True)
 
@@ -120,7 +120,7 @@ def _launch(
             captured.append(host)
         return host.to(kind.device, non_blocking=True)
 
-    values = _values(order, rows)
+    values = _table_values(order, rows)
     tall = None
     if matrices is not None:
         shapes = [matrices.shapes[number] for number in order]
@@ -141,8 +141,8 @@ def _launch(
     )
 
 
-def _values(order: Sequence[int], rows: Sequence[Row]) -> list[list[int]]:
-    """Return the table: see `kernels/triton/memory.py` for its columns."""
+def _table_values(order: Sequence[int], rows: Sequence[Row]) -> list[list[int]]:
+    """Return the table, with the columns of `kernels/triton/memory.py`."""
     values = []
     block = 0
     for number in order:
@@ -153,7 +153,7 @@ def _values(order: Sequence[int], rows: Sequence[Row]) -> list[list[int]]:
 
 
 def _aligned(values: Sequence[Sequence[int]]) -> bool:
-    """Return whether all addresses allow wide accesses, step counters excepted."""
+    """Return whether the addresses of all large tensors allow 16-byte accesses."""
     return all(address % 16 == 0 for row in values for address in row[:5])
 
 

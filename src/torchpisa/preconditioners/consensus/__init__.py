@@ -1,4 +1,4 @@
-"""Stages of MISA's consensus: what may happen to U before it is orthogonalised, one file each."""
+"""Stages of MISA's consensus, one file each: changes of U before it is orthogonalised."""
 
 from torchpisa.preconditioners.consensus.base import Stage
 from torchpisa.preconditioners.consensus.eigenbasis import EigenbasisMoment

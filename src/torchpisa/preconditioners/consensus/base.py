@@ -1,4 +1,4 @@
-"""What a stage is: a map of U, matrix by matrix, between the average and the orthogonalisation."""
+"""The interface of a stage, which changes U matrix by matrix before the orthogonalisation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ __all__ = ["Stage", "is_due"]
 
 
 class Stage(ABC):
-    r"""A linear change of \(U\) that MISA makes before it orthogonalises it.
+    r"""A linear map of \(U\) that MISA applies before it orthogonalises the result.
 
     A subclass is a frozen dataclass: the same object serves every matrix, and the optimizer keeps
-    the state. Matrices come as batches of one shape, turned so that they are no taller than wide.
-    What follows forgets the scale of a matrix, so averages need no bias correction. Both methods
-    are pure, and neither waits for the device, but where a stage says so.
+    the state. Matrices come in batches of one shape, transposed if they are taller than wide. The
+    orthogonalisation forgets the scale of a matrix, so averages need no bias correction. Both
+    methods are pure, and do not wait for the device unless a stage says so.
     """
 
     @property
@@ -26,8 +26,8 @@ class Stage(ABC):
     def init_state(self, n: int, k: int, like: Tensor) -> dict[str, Tensor]:
         """Return the state of an n x k matrix (n <= k) before the first round, by name.
 
-        Tensors have a dimension or more: where a parameter has `blocks`, those of its blocks are
-        joined along the first one.
+        Tensors have at least one dimension: if a parameter has several blocks, their states are
+        joined along the first.
 
         Args:
             n: the smaller of rows and columns.
@@ -39,22 +39,22 @@ class Stage(ABC):
     def apply(
         self, u: Tensor, g: Tensor, state: Mapping[str, Tensor], round: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        r"""Return what is orthogonalised instead of \(U\), and what of the state is new.
+        r"""Return the matrices to orthogonalise instead of \(U\), and the state that has changed.
 
         Args:
-            u: \(U\), (c, n, k); not to be written to.
-            g: the gradient, added up over the round's batches, likewise.
+            u: \(U\), (c, n, k); must not be modified.
+            g: the gradient, summed over the batches of the round; must not be modified.
             state: stacked along a first dimension of size c, in the dtypes it is kept in or, if it
-                has come from other processes, in that of u.
-            round: rounds that are done, the same number for all matrices. Known to the host, so
-                what is not done in every round is decided by it.
+                comes from other processes, in that of u.
+            round: the number of rounds done before, one number for all matrices. It is known to the
+                host, so it can decide what is done in some rounds only.
         """
 
 
 def is_due(round: int, every: int) -> bool:
-    """Return whether what is refreshed `every` so many rounds is refreshed in this one.
+    """Return whether to refresh in this round: in every `every`-th, and at first more often.
 
-    Before that in rounds 0, 1, 2, 4, 8, ... too: averages change most at first, and matrices before
-    a projection that begins at zero have no gradient in the first round.
+    In rounds 0, 1, 2, 4, 8, ... below `every` too: averages change most at first, and a matrix
+    whose output goes through a projection that begins at zero has no gradient in the first round.
     """
     return round % every == 0 or (round < every and round & (round - 1) == 0)

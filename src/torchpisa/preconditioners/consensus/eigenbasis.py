@@ -14,10 +14,10 @@ from torchpisa.preconditioners.consensus.symmetric import pack, packed_shape, un
 
 __all__ = ["EigenbasisMoment"]
 
-# Directions with less than this of the largest eigenvalue are not turned: what is left of them
-# after a product is rounding.
+# Eigenvectors whose eigenvalue is less than this times the largest stay as they are: their part of
+# a product is mostly rounding.
 _RIDGE = 2.0**-20
-# Steps of a refresh in the first rounds, when the basis comes from afar.
+# Steps of a refresh in the first rounds, when the basis is still far from the eigenvectors.
 _FIRST_STEPS = 4
 
 
@@ -81,7 +81,7 @@ class EigenbasisMoment(Stage):
         u, g = q.mT @ u, q.mT @ g
         s = None
         if self.sides == "both":
-            # Of g or of Q^T g: A and its eigenvectors are the same.
+            # g^T g is the same for g and Q^T g, and so are its eigenvectors.
             s, order = self._basis("other_", g.mT, state, round, new)
             if refresh:
                 squares = squares.gather(2, order[:, None, :].expand_as(squares))
@@ -101,14 +101,14 @@ class EigenbasisMoment(Stage):
         round: int,
         new: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Return the eigenvectors of one side, and which of the old ones each of them was.
+        """Return the eigenvectors of one side, and the old index of each.
 
         Args:
-            side: what the names of its state begin with.
-            g: the gradient, rows on this side.
+            side: the prefix of the names of its state.
+            g: the gradient, with its rows on this side.
             state: as in `apply`.
             round: as in `apply`.
-            new: gets the new state of this side.
+            new: the new state of this side is added to it.
         """
         gram, basis = (state[f"{side}{name}"].to(g.dtype) for name in ("gram", "basis"))
         gram = torch.baddbmm(unpack(gram), g, g.mT, beta=self.beta, alpha=1 - self.beta)
@@ -117,14 +117,14 @@ class EigenbasisMoment(Stage):
         if is_due(round, self.every):
             with full_precision():
                 for _ in range(_FIRST_STEPS if round <= self.every else 1):
-                    basis, moved = _turned(gram, basis)
-                    order = order.gather(1, moved)
+                    basis, step_order = _iterate(gram, basis)
+                    order = order.gather(1, step_order)
             new[f"{side}basis"] = basis
         return basis, order
 
 
-def _turned(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Take a step of orthogonal iteration; return the basis and the order of its old columns."""
+def _iterate(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Take a step of orthogonal iteration; return the basis, and the old index of each column."""
     tiny = torch.finfo(gram.dtype).tiny
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
     product = (gram / trace.clamp_min(tiny)) @ basis
@@ -132,18 +132,18 @@ def _turned(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     columns = order[:, None, :].expand_as(basis)
     basis, product = basis.gather(2, columns), product.gather(2, columns)
     x = _orthonormal(product + _RIDGE * values[:, :1, None] * basis)
-    # Where there was no gradient, or one that is not finite, the basis stays as it is.
-    sound = x.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
-    return torch.where(sound, x, basis), order
+    # A matrix without a finite, nonzero gradient keeps its basis.
+    finite = x.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    return torch.where(finite, x, basis), order
 
 
 def _orthonormal(x: Tensor) -> Tensor:
     r"""Return the Q of a QR decomposition of square matrices.
 
-    By Cholesky's decomposition \(R^\top R = X^\top X\), which GPUs are better at. Columns of length
-    one are nearly orthogonal when the old basis was nearly right, and then squaring loses nothing.
-    When it was not, a small multiple of I lets the decomposition exist, and the second pass removes
-    most of what that did. A step of Newton-Schulz removes the rest of it.
+    It is computed by Cholesky's decomposition \(R^\top R = X^\top X\), which GPUs are better at. If
+    the old basis was nearly right, the normalised columns are nearly orthogonal, and squaring loses
+    nothing. If it was not, a small multiple of I makes sure that the decomposition exists; the
+    second pass removes most of its effect, and a step of Newton-Schulz the rest.
     """
     shift = 4 * x.size(-1) * torch.finfo(x.dtype).eps
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Symmetric matrices in half the memory."""
+"""Store symmetric matrices in half the memory."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ __all__ = ["pack", "packed_shape", "unpack"]
 
 
 def packed_shape(n: int) -> tuple[int, int]:
-    """Return the shape of what `pack` makes of an n x n matrix."""
+    """Return the shape of a packed n x n matrix."""
     return (n + 1) // 2, n + 1
 
 
 def pack(a: Tensor) -> Tensor:
     """Return the lower triangles of matrices, (c, n, n), folded into rectangles.
 
-    Row i of a triangle has i + 1 numbers, and row n - 1 - i the n - i that make n + 1 with them:
-    the latter come first, and the former, backwards, last. The middle one of an odd number of rows
-    is there twice.
+    Row i of a triangle has i + 1 numbers and row n - 1 - i has n - i, together n + 1: a packed row
+    begins with the latter and ends with the former, reversed. With odd n the middle row is stored
+    twice.
     """
     n = a.size(-1)
     half, width = packed_shape(n)

@@ -1,4 +1,4 @@
-r"""Whitening of a matrix's smaller side, with products of matrices only."""
+r"""Whiten the smaller side of a matrix, by matrix products only."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torchpisa.preconditioners.consensus.symmetric import pack, packed_shape, un
 
 __all__ = ["Whiten", "inverse_root"]
 
-_LEAST_EPS = 1e-7  # less is lost in the rounding of float32
+_MIN_EPS = 1e-7  # less is lost in the rounding of float32
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Whiten(Stage):
             raise ValueError(f"power must be 0.25 or 0.5, got {self.power!r}")
         check_range("beta", self.beta, 0, 1, high_open=True)
         check_count("every", self.every)
-        check_range("eps", self.eps, _LEAST_EPS, 1)
+        check_range("eps", self.eps, _MIN_EPS, 1)
 
     @property
     def names(self) -> tuple[str, ...]:
         return "gram", "root"
 
     def init_state(self, n: int, k: int, like: Tensor) -> dict[str, Tensor]:
-        # A matrix that is rounded to bfloat16 may have negative eigenvalues.
+        # Not bfloat16 for the average: rounding could give it negative eigenvalues.
         wide = torch.promote_types(like.dtype, torch.float32)
         narrow = torch.float64 if wide == torch.float64 else torch.bfloat16
         gram = torch.zeros(packed_shape(n), dtype=wide, device=like.device)
@@ -76,7 +76,7 @@ class Whiten(Stage):
             trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
             a = gram / trace.clamp_min(torch.finfo(gram.dtype).tiny)
             a.diagonal(dim1=-2, dim2=-1).add_(self.eps)
-            # As if the mean eigenvalue of C were one, so that R is about as large as I.
+            # Scaled as if the mean eigenvalue of C were one, so that R is about as large as I.
             root = inverse_root(a, self.power, self.eps) * gram.size(-1) ** -self.power
             new["root"] = pack(root)
         else:
