@@ -406,6 +406,7 @@ def test_bertscore_matches_tokens_greedily() -> None:
 
 
 def test_model_of_a_folder_names_the_metric(tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics")
     with pytest.raises(FileNotFoundError, match=r"--similarity must be a folder .*got .*bert"):
         similarity.find_scorer(tmp_path / "bert")
     (tmp_path / "bert").mkdir()

@@ -132,7 +132,7 @@ def test_memory_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -
 def test_command_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = [Cell("tiny", "adamw", micro=1), Cell("tiny", "muon", micro=1)]
+    cells = [Cell("tiny", "adamw", micro=1), Cell("tiny", "misa", micro=1)]
     monkeypatch.setattr(memory, "plan", lambda models: cells)
     measured = []
     monkeypatch.setattr(
@@ -147,6 +147,6 @@ def test_command_goes_on_where_it_was(
     command.main(words)
     assert [cell.optimizer for cell in measured] == [cell.optimizer for cell in cells]
     saved = json.loads((tmp_path / "language_memory.json").read_text(encoding="utf-8"))
-    assert [cell["optimizer"] for cell in saved["cells"]] == ["adamw", "muon", "sisa"]
+    assert [cell["optimizer"] for cell in saved["cells"]] == ["adamw", "misa", "sisa"]
     command.main(["language", "memory", "--show", str(tmp_path / "language_memory.json")])
     assert "language_memory.md" in capsys.readouterr().out
