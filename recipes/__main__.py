@@ -116,6 +116,29 @@ def run_recipe(
     return results
 
 
+def read_results(option: str, file: Path, stem: str) -> Results:
+    """Return the results that a recipe has saved.
+
+    Args:
+        option: the option that names the file.
+        file: the file.
+        stem: the name of the recipe, as files have it.
+
+    Raises:
+        ValueError: it is not such a file, or that of another recipe.
+    """
+    problem = f"{option} must be a file that the recipe {stem} wrote, got {file}"
+    try:
+        results: Results = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{problem}: {error}") from None
+    if not isinstance(results, dict) or not isinstance(results.get("runs"), dict):
+        raise ValueError(f"{problem}, which has no runs")
+    if results.get("recipe", stem) != stem:
+        raise ValueError(f"{problem}, which is of {results['recipe']}")
+    return results
+
+
 def find_known(runs: Runs, known: Sequence[Results]) -> dict[str, Any]:
     """Return the saved runs, as they were saved, that a plan has with the same settings.
 
@@ -123,7 +146,7 @@ def find_known(runs: Runs, known: Sequence[Results]) -> dict[str, Any]:
     """
     found = {}
     for results in known:
-        config = {entry: results["config"].get(entry) for entry in runs.run_key}
+        config = {entry: results.get("config", {}).get(entry) for entry in runs.run_key}
         for name, run in results["runs"].items():
             if name not in runs.plan:
                 continue
@@ -309,11 +332,11 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
     options = read_resource_options(parser, args, recipe.options)
     if args.seed is not None and args.seed < 0:
         parser.error(f"--seed must be >= 0, got {args.seed}")
-    for option, files in (("--show", [args.show]), ("--known", args.known)):
-        for file in filter(None, files):
-            if not file.is_file():
-                parser.error(f"{option} must be a file that a recipe wrote, got {file}")
-    known = [json.loads(file.read_text(encoding="utf-8")) for file in args.known]
+    try:
+        shown = None if args.show is None else read_results("--show", args.show, stem)
+        known = [read_results("--known", file, stem) for file in args.known]
+    except ValueError as error:
+        parser.error(str(error))
     config = recipe.presets[args.preset]
     if args.seed is not None:
         config = dataclasses.replace(config, seed=args.seed)
@@ -336,8 +359,8 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
         sys.exit("The pictures need matplotlib: pip install 'torchpisa[demo]'")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         sys.exit("--tensorboard needs tensorboard: pip install 'torchpisa[recipes]'")
-    if args.show:
-        report_results(recipe, json.loads(args.show.read_text(encoding="utf-8")), args.show)
+    if shown is not None:
+        report_results(recipe, shown, args.show)
         return
     if ranks.by_torchrun() and not recipe.ranks:
         sys.exit(f"{name} runs in one process: start it without torchrun")

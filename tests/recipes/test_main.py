@@ -153,7 +153,7 @@ def test_known_runs_are_not_run_again(toy: Toy, capsys: pytest.CaptureFixture[st
     assert toy.done[3:] == [0.0, 2 / 3]  # they depend on the preset
     with pytest.raises(SystemExit):
         command.main(["toy", "--known", "nowhere.json"])
-    assert "--known must be a file that a recipe wrote" in capsys.readouterr().err
+    assert "must be a file that the recipe toy wrote, got nowhere.json" in capsys.readouterr().err
 
 
 def test_results_of_several_machines_are_joined(
@@ -177,6 +177,26 @@ def test_results_of_several_machines_are_joined(
     command.main(["toy", "--no-runs", "--known", "changed.json", "--out", "none"])
     assert "flat: the saved run has other settings" in capsys.readouterr().out
     assert load("none/toy.json")["missing"] == ["flat", "steep"]
+
+
+@pytest.mark.parametrize("option", ["--known", "--show"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("runs: none", "got saved.json: Expecting value"),
+        ("[1]", "which has no runs"),
+        ('{"config": {}}', "which has no runs"),
+        ('{"recipe": "other", "runs": {}}', "which is of other"),
+    ],
+)
+def test_files_that_are_no_results_are_refused(
+    toy: Toy, capsys: pytest.CaptureFixture[str], option: str, text: str, message: str
+) -> None:
+    Path("saved.json").write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        command.main(["toy", option, "saved.json"])
+    assert message in capsys.readouterr().err
+    assert not toy.done
 
 
 def test_progress_is_for_terminals(
@@ -205,7 +225,7 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--preset", "huge"], "huge"),
         (["--seed", "-1"], "--seed must be >= 0, got -1"),
-        (["--show", "nowhere.json"], "--show must be a file that a recipe wrote"),
+        (["--show", "nowhere.json"], "--show must be a file that the recipe toy wrote"),
     ],
 )
 def test_bad_options_are_refused(
