@@ -1,6 +1,10 @@
 """Seeds, groups of tests, the skip of those that need a GPU, Triton's interpreter without one."""
 
+import contextlib
 import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -41,5 +45,27 @@ def _keep_group(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
+    """Begin with the same seed, and end the fast products that recipes switch on for a GPU."""
     torch.manual_seed(0)
+    yield
+    if torch.get_float32_matmul_precision() != "highest":
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def no_waiting() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which the host raises RuntimeError where it would wait for the GPU."""
+
+    @contextlib.contextmanager
+    def forbid() -> Iterator[None]:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return forbid

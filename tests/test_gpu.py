@@ -93,21 +93,16 @@ def test_state_loads_onto_the_device(entry):
     assert all(counter.device.type == "cpu" for counter in duals(b, "step"))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("batches", [1, 3])
-def test_skip_does_not_wait_for_the_device(batches):
+def test_skip_does_not_wait_for_the_device(no_waiting, batches):
     model = network().cuda()
     opt = SISA(model.parameters(), batches=batches, nonfinite="skip", clip=1.0)
     train(model, opt, 2 * batches, "cuda")
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(2 * batches):
             opt.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -209,7 +204,7 @@ def test_parameters_on_several_devices(foreach):
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("foreach", [None, True], ids=["default", "foreach"])
 @pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
-def test_default_does_not_wait_for_the_device(cls, foreach, clip, batches):
+def test_default_does_not_wait_for_the_device(no_waiting, cls, foreach, clip, batches):
     """Although it looks for infinities, and raises when the host hears of them."""
     model = network().cuda()
     opt = cls(model.parameters(), batches=batches, foreach=foreach, clip=clip)
@@ -217,13 +212,9 @@ def test_default_does_not_wait_for_the_device(cls, foreach, clip, batches):
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     opt.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(2 * batches):
             opt.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # Square, on the short side with all of its memory apart and within, in blocks of tiles, for Hopper.
@@ -252,20 +243,16 @@ def step_with_noise(opt, params, k):
     ids=str,
 )
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
-def test_large_matrices_do_not_wait(settings, dtype, tensors):
+def test_large_matrices_do_not_wait(no_waiting, settings, dtype, tensors):
     """Where the products are by halves and on the short side, as they are in a training."""
     params = large(dtype)
     more = {"lr": torch.tensor(1e-3, device="cuda"), "capturable": True} if tensors else {}
     opt = MISA(params, **settings, **more)
     for k in range(4):
         step_with_noise(opt, params, k)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for k in range(4):
             step_with_noise(opt, params, k)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(p.isfinite().all() for p in params)
 
 
