@@ -39,11 +39,12 @@ STYLE_ORDER = (
     *("sisa", "misa", "sgd", "adam", "adamw", "adabelief"),
     *("sisa_steps", "misa_adam_rate", "muon", "rmsprop", "adabound", "yogi"),
     *("sisa_defaults", "nsisa", "radam", "msvag", "lamb", "nadam"),
-    *("sisa_test", "padam"),
+    *("sisa_test", "padam", "sisa_script"),
 )
 PERCENTAGES = (20, 30, 40, 50, 60, 70, 80, 85, 90, 92, 94, 95, 96, 97, 98, 99)
 VARIANT_NAMES = {
     "sisa_steps": "SISA, published steps",
+    "sisa_script": "SISA, the published script's scale",
     "sisa_test": "SISA, row for testing",
     "sisa_defaults": "SISA, defaults",
     "sisa_lr": "SISA, Adam's rate",

@@ -64,6 +64,7 @@ NAMES = {
     "sisa_row": "SISA, the paper's row",
     "sisa_row_scheme2": "SISA, the paper's row, Scheme II",
     "sisa_steps": "SISA, published steps",
+    "sisa_script": "SISA, the published script's scale",
     "sisa_test": "SISA, row for testing",
     "soap": "SOAP",
     "soap_muon": "SOAP-Muon",

@@ -26,6 +26,7 @@ __all__ = ["check", "condense", "draw", "report"]
 
 CURVES = ("epoch", "loss", "accuracy", "test_loss", "test_accuracy")
 PAPER_EPOCHS = 200
+SISA_ROWS = ("sisa", "sisa_steps", "sisa_script", "sisa_test")
 ENOUGH = 91.0  # percent for SISA on VGG-11 at the paper's length, where the paper has 91.25
 
 
@@ -57,7 +58,7 @@ def check(results: Results) -> list[Check]:
     for (model, epochs), runs in panels(results).items():
         name = MODELS[model]
         means = {label: mean_or_inf(group, "last") for label, group in runs.items()}
-        variants = [label for label in ("sisa", "sisa_steps", "sisa_test") if label in means]
+        variants = [label for label in SISA_ROWS if label in means]
         if not variants:
             continue
         table = TABLE.get(model, {})
