@@ -110,6 +110,7 @@ def test_stages() -> None:
     readme, language, page, results = map(words, files)
     ahead, of_rest, of_rows = f"{muon - misa:.3f}", f"{rest - misa:.3f}", f"{normuon - misa:.3f}"
     assert f"MISA ends {ahead} below Muon, but only {of_rest} below a Muon that" in readme
+    assert all(len(losses[f"{name}_decay"]) == 3 for name in names[:3])  # as the README says
     assert f"MISA ends {ahead} below Muon and {of_rest} below Muon with MISA's rule" in language
     assert f"MISA ends {ahead} below Muon, and {of_rest} below a Muon that" in page
     assert f"{ahead} over Muon with AdamW, {of_rows} over NorMuon" in page
@@ -122,7 +123,7 @@ def test_stages() -> None:
     assert f"embedding {rest:.3f}; whitened {whitened:.3f}, for" in results
     assert f"Muon gains {muon - rest:.3f} when MISA's rule" in results
     assert f"ends {of_rest} above MISA" in results
-    assert f"(NorMuon, one seed) gain {muon - normuon:.3f}" in results
+    assert f"(NorMuon, two seeds) gain {muon - normuon:.3f}" in results
     assert f"gains {gain}** over MISA" in results
     assert f"both eigenbases {gain_of_both} (one seed)" in results
     first = {run["settings"]["label"]: run for run in runs if run["settings"]["seed"] == 0}
@@ -151,24 +152,33 @@ def test_time_of_misas_kernels() -> None:
 
 
 def test_time_of_orthogonalisation() -> None:
-    """Pages that name the fastest other library name the one in the tables."""
-
-    def milliseconds(file: str, name: str) -> str:
-        rows = {row["name"]: row for row in saved(file)["rows"]}
-        return f"{rows[name]['ms']:.1f}"
-
-    misa = milliseconds("matrices_cuda_gpt2-124m", "torchpisa MISA, defaults")
-    nsisa = milliseconds("step_cuda_gpt2-124m", "torchpisa NSISA, defaults")
-    fastest = milliseconds("step_cuda_gpt2-124m", "pytorch_optimizer Muon")
-    where = "which is pytorch_optimizer Muon for gpt2-124m;"
-    assert where in (ROOT / "docs" / "results" / "step.md").read_text(encoding="utf-8")
-    speed = words("docs/speed.md")
-    assert f"NSISA {nsisa} ms and MISA {misa} ms" in speed
-    assert f"pytorch_optimizer's, takes {fastest} ms" in speed
-    assert f"pytorch_optimizer's: {fastest} ms for the matrices alone, MISA {misa}," in words(
-        "docs/misa.md"
+    """Pages name the times of the fastest other library, and no more libraries than were timed."""
+    readme, speed, misa = map(words, ("README.md", "docs/speed.md", "docs/misa.md"))
+    names = "torchpisa MISA, defaults", "torchpisa NSISA, defaults", "torch Muon"
+    ours, fastest, libraries = {}, {}, {}
+    for model in ("124m", "355m", "1.5b"):
+        rows = [row for row in saved(f"matrices_cuda_gpt2-{model}")["rows"] if row["error"] is None]
+        times = {row["name"]: row["ms"] for row in rows if "vector" not in row["kinds"]}
+        others = [name for name in times if not name.startswith("torchpisa")]
+        ours[model] = [f"{times[name]:.1f}" for name in names]
+        fastest[model] = f"{min(times[name] for name in others):.1f}"
+        libraries[model] = len({name.split()[0] for name in others})
+    assert libraries["124m"] == 5
+    small, nsisa, torchs = ours["124m"]
+    assert small == nsisa
+    assert f"alone MISA takes {small} ms. The fastest Muon of the five libraries that we timed" in (
+        readme
     )
-    assert f"takes {fastest} ms for the matrices alone, and MISA {misa};" in words("README.md")
+    assert f"takes {fastest['124m']} ms ([all of them" in readme
+    assert (
+        f"NSISA and MISA {small} ms each. The fastest Muon of five other libraries takes" in speed
+    )
+    assert f"takes {fastest['124m']} ms; torch's" in speed
+    assert f"one matrix after the other, {torchs} ms." in speed
+    assert f"MISA takes {ours['355m'][0]} ms and the fastest other {fastest['355m']}," in speed
+    large = float(ours["1.5b"][0]), float(fastest["1.5b"])
+    assert "parameters {:.0f} and {:.0f} ms.".format(*large) in speed
+    assert f"MISA takes {small} ms, the fastest Muon of five libraries {fastest['124m']} ms" in misa
 
 
 def last_rounds(name: str, algorithm: str, cell: str) -> str:
@@ -280,16 +290,23 @@ def test_images() -> None:
         {key.removeprefix(f"{model}_"): value for key, value in short.items() if model in key}
         for model in ("resnet34", "vgg11")
     )
-    assert set(resnet) == {"misa", "sgd", "sisa"}
-    assert f"({resnet['misa']} %, SGD {resnet['sgd']}, SISA {resnet['sisa']}, one seed" in text
+    order = ["misa", "muon", "sgd", "adam", "sisa", "adamw", "adabelief"]
+    assert sorted(resnet, key=resnet.__getitem__, reverse=True) == order
+    first = f"({resnet['misa']} %; Muon has {resnet['muon']}, SGD {resnet['sgd']}, one seed each)"
+    assert first in text
+    assert f"it ends at {resnet['sisa']} %, below SGD and Adam ({resnet['adam']}) and" in text
+    assert f"AdamW ({resnet['adamw']}) and AdaBelief ({resnet['adabelief']})" in text
     adams_rate = vgg.pop("misa_adam_rate")
-    assert f"({adams_rate} %, one seed; SGD comes next with {vgg['sgd']}, mean of three)" in text
+    assert f"({adams_rate} %; SGD comes next with {vgg['sgd']}, means of three)" in text
     assert max(vgg, key=vgg.__getitem__) == "sgd"
     assert (
         f"({vgg['sisa']} %) ends above Adam ({vgg['adam']}) and AdamW ({vgg['adamw']}), below "
         f"AdaBelief ({vgg['adabelief']}) and SGD ({vgg['sgd']})"
     ) in text
-    assert f"ends at {vgg['misa']} % in two seeds" in text
+    assert f"ends at {vgg['misa']} %; it loses ground" in text
+    readme = words("README.md")
+    assert f"ends at {vgg['misa']} % with it, at {adams_rate} % with `lr=1e-3`, and at" in readme
+    assert f"and at {vgg['adam']} % with Adam" in readme
     assert f"as Muon does ({vgg['muon']} at the end)" in text
     sisa, sgd = means("vision_paper", "last", "model").values()
     assert f"ends at {sisa:.1f} %, SGD at {sgd:.1f} %, one seed each" in text
@@ -297,7 +314,8 @@ def test_images() -> None:
     assert f"which is {best_sisa:.1f} and {best_sgd:.1f} % here" in text
     results = saved("vision")
     count, missing = len(results["runs"]), len(results["missing"])
-    assert f"Of the plan's {count + missing} runs {missing} are missing" in text
+    assert (count + missing, missing) == (38, 7)
+    assert "Of the plan's 38 runs seven are missing" in text
 
 
 def test_gans() -> None:
@@ -340,10 +358,11 @@ def test_resnet() -> None:
         if run["settings"]["model"] == "resnet34":
             last.setdefault(run["settings"]["choice"]["label"], []).append(run["last"])
     means = {label: f"{sum(found) / len(found):.1f}" for label, found in last.items()}
-    assert set(means) == {"misa", "sgd", "sisa"}
+    assert set(means) == {"misa", "muon", "sgd", "adam", "sisa", "adamw", "adabelief"}
     assert (
-        f"MISA with default settings {means['misa']} %, SGD with momentum {means['sgd']} %, "
-        f"SISA {means['sisa']} %."
+        f"MISA with default settings {means['misa']} %, Muon {means['muon']} %, "
+        f"SGD with momentum {means['sgd']} %, Adam {means['adam']} %, SISA {means['sisa']} %, "
+        f"AdamW {means['adamw']} %"
     ) in readme
 
 

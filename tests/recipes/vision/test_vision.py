@@ -245,6 +245,26 @@ def test_steps_are_those_of_the_published_scripts() -> None:
             assert choice.schedule.factor(epoch, 200) == pytest.approx(expected), (model, epoch)
 
 
+def test_script_scale_keeps_what_the_published_update_does() -> None:
+    """Its long-run step and its momentum, where rho's part is large beside sigma."""
+    (choice,) = choices("cifar10", "vgg11", ["sisa_script"])
+    sigma, rho, norm, root = 4.5, 3e4, 0.41, 0.02
+    dual = 0.0
+    moves, duals = [], []
+    for _ in range(4000):  # the script's local step, dual and consensus with the gradient 1
+        d = -(1 + dual) / (sigma * norm + rho * norm * root)
+        dual += sigma * d
+        moves.append(d + dual / (norm * sigma))
+        duals.append(dual)
+    ours = choice.options
+    assert -moves[-1] == pytest.approx(1 / ours["sigma"], rel=1e-3)
+    theirs = (1 + duals[1]) / (1 + duals[0])
+    of_ours = ours["rho"] * root / (ours["sigma"] + ours["rho"] * root)
+    assert 1 - theirs == pytest.approx(1 - of_ours, rel=0.02)
+    assert ours["consensus_decay"] == 0
+    assert choices("cifar10", "vgg11", ["sisa_steps"])[0].schedule == choice.schedule
+
+
 def test_resnet18_has_the_row_that_is_for_testing_too() -> None:
     runs = plan(PRESETS["imagenet"])
     row = runs["resnet18_sisa_test_e90_seed0"].choice
