@@ -25,8 +25,8 @@ NO_FSDP = re.compile(
 
 # Processes are forked from a server that has imported once what all of them need, and done nothing
 # with it: without pytest and the test's own modules, three quarters of a start are imports.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",
@@ -56,9 +56,9 @@ def run(
         **kwargs: likewise.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pairs = [_CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
+        pairs = [CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            _CONTEXT.Process(
+            CONTEXT.Process(
                 target=_main,
                 args=(
                     *(pairs[rank][1], Path(folder) / "store", rank, ranks, killed is not None),
