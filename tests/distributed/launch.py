@@ -1,6 +1,7 @@
 """torchrun in tests: it ends in time, and none of its processes is left behind."""
 
 import contextlib
+import gc
 import os
 import runpy
 import signal
@@ -128,6 +129,7 @@ def environments(ranks: int) -> Iterator[list[dict[str, str]]]:
 
 
 def _become(words: Sequence[str], environment: Mapping[str, str], stem: str) -> None:
+    gc.freeze()  # see processes.py
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{stem}.{name}", os.O_CREAT | os.O_WRONLY), stream)
     os.chdir(ROOT)

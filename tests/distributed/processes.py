@@ -1,6 +1,7 @@
 """Real processes for tests: they talk over gloo, end in time, and none is left behind."""
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -122,6 +123,7 @@ def _main(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    gc.freeze()  # the optimizer looks through all objects for models, and none is imported
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
