@@ -6,6 +6,7 @@ Frameworks are imported once, by the process that forks all ranks, with what tor
 Each case leaves the weights of a rank, or the message of its error, in FOLDER.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -285,6 +286,7 @@ def start(folder: Path, environment: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # Accelerate collects garbage after every training
     with environments(RANKS) as of_ranks:
         started = [start(Path(sys.argv[1]), environment) for environment in of_ranks]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
