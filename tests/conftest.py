@@ -1,6 +1,7 @@
 """Seeds, groups of tests, the skip of those that need a GPU, Triton's interpreter without one."""
 
 import contextlib
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +27,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Spare garbage collections what is there before the first test: a million objects."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let it be collected, or libraries complain of leaks when Python ends."""
+    gc.unfreeze()
 
 
 def _keep_group(item: pytest.Item) -> None:

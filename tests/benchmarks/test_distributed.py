@@ -23,6 +23,7 @@ ATTACHED = "torchpisa SISA, attach"
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 loses events of gloo's threads")
+@pytest.mark.usefixtures("forked")
 def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it in one test, because workers that share tests would each start processes."""
     file = tmp_path / "distributed.json"
@@ -227,6 +228,7 @@ def test_a_step_whose_last_all_reduce_was_not_recorded_does_not_count() -> None:
     assert overlap.is_complete([Recorded(name) for name in names[:2]])
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_tiny_run_of_owners(tmp_path: Path) -> None:
     file = tmp_path / "owners.json"
     options = ("--processes", 4, "--width", 8, "--layers", 1, "--repeats", 1, "--steps", 1)

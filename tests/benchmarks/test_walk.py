@@ -14,6 +14,7 @@ def test_a_step_stays_within_its_limits(make: type) -> None:
     assert 50 < seen.frames <= frames
 
 
+@pytest.mark.usefixtures("forked")
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     walk.main(["-v"])
     printed = capsys.readouterr().out

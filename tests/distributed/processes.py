@@ -1,6 +1,7 @@
 """Real processes for tests: they talk over gloo, end in time, and none is left behind."""
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -25,8 +26,8 @@ NO_FSDP = re.compile(
 
 # Processes are forked from a server that has imported once what all of them need, and done nothing
 # with it: without pytest and the test's own modules, three quarters of a start are imports.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",
@@ -56,9 +57,9 @@ def run(
         **kwargs: likewise.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pairs = [_CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
+        pairs = [CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            _CONTEXT.Process(
+            CONTEXT.Process(
                 target=_main,
                 args=(
                     *(pairs[rank][1], Path(folder) / "store", rank, ranks, killed is not None),
@@ -122,6 +123,7 @@ def _main(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    gc.freeze()  # the optimizer looks through all objects for models, and none is imported
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

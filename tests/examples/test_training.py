@@ -1,15 +1,13 @@
 """The examples under torchrun: they learn, resume to the last bit, and say what they cannot do."""
 
-import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.launch import ROOT, run, torchrun
+from tests.distributed.launch import ROOT, forked, torchrun
 from torchpisa.distributed import export
 
 EXAMPLES = ROOT / "examples"
@@ -28,10 +26,10 @@ def lines(output: str) -> list[tuple[int, float, float]]:
     ("name", "resumes"), [("ddp", False), pytest.param("hsdp", True, marks=fsdp)]
 )
 def test_learns_and_resumes(name: str, resumes: bool, tmp_path: Path) -> None:
-    """Both by examples/text.py, so one of them is enough for resuming."""
+    """Both by examples/text.py, so one of them is enough for resuming, and for torchrun."""
     folder = tmp_path / "checkpoints"
     command = [EXAMPLES / f"{name}.py", "--steps", 6, "--checkpoint", folder, "--every", 2]
-    done = torchrun(*command, ranks=2)
+    done = (forked if resumes else torchrun)(*command, ranks=2)
     assert done.returncode == 0, done.stderr
     whole = lines(done.stdout)
     assert [step for step, _, _ in whole] == list(range(1, 7))
@@ -47,7 +45,7 @@ def test_learns_and_resumes(name: str, resumes: bool, tmp_path: Path) -> None:
 
     export(folder / "step-000006", tmp_path / "whole.pt")
     shutil.rmtree(folder / "step-000006")
-    again = torchrun(*command, ranks=2)
+    again = forked(*command, ranks=2)
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith(f"resumed from {folder / 'step-000004'}\n")
     assert lines(again.stdout) == whole[-2:]
@@ -76,7 +74,7 @@ def test_runs_alone(options: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
     name, *rest = options
-    done = run(sys.executable, EXAMPLES / name, *rest, "--steps", 6, "--text", text)
+    done = forked(EXAMPLES / name, *rest, "--steps", 6, "--text", text)
     assert done.returncode == 0, done.stderr
     assert lines(done.stdout)[-1][2] < lines(done.stdout)[0][2]
     assert f"{rest[1]}: " in done.stdout
@@ -89,43 +87,16 @@ REFUSED = [
     ("hsdp", ["--replicas", "3"], "--replicas must divide the number of processes 1, got 3"),
 ]
 
-# Importing torch takes longer than refusing, so it is imported once, in the process that forks.
-FORK = """
-import json, os, runpy, sys
-import torch, torchpisa.distributed
 
-for script, options, *files in json.loads(sys.argv[1]):
-    child = os.fork()
-    if not child:
-        for stream, file in zip((1, 2), files):
-            os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), stream)
-        sys.argv = [script, *options]
-        sys.path.insert(0, os.path.dirname(script))
-        runpy.run_path(script, run_name="__main__")
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-def test_bad_options_are_refused(tmp_path: Path) -> None:
-    cases = [
-        [
-            str(EXAMPLES / f"{name}.py"),
-            options,
-            *(str(tmp_path / f"{i}.{x}") for x in ("out", "err")),
-        ]
-        for i, (name, options, _) in enumerate(REFUSED)
-    ]
-    done = run(sys.executable, "-c", FORK, json.dumps(cases))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["2"] * len(REFUSED)
-    for i, (name, _, message) in enumerate(REFUSED):
-        stdout, stderr = ((tmp_path / f"{i}.{x}").read_text() for x in ("out", "err"))
-        assert stderr.startswith(f"{name}.py: error: {message}")
-        assert not stdout
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_bad_options_are_refused(name: str, options: list[str], message: str) -> None:
+    done = forked(EXAMPLES / f"{name}.py", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{name}.py: error: {message}")
+    assert not done.stdout
 
 
 def test_several_processes_complain_once() -> None:
-    done = torchrun(EXAMPLES / "hsdp.py", "--text", "nowhere", ranks=2)
+    done = forked(EXAMPLES / "hsdp.py", "--text", "nowhere", ranks=2)
     assert done.returncode != 0
     assert done.stderr.count("hsdp.py: error: --text cannot be read: ") == 1, done.stderr

@@ -1,12 +1,15 @@
 """What every rank of `test_ranks.py` does: all frameworks in turn, in one process group.
 
-    torchrun --nproc-per-node 2 -m tests.integrations.ranks_worker FOLDER
+    python -m tests.integrations.ranks_worker FOLDER
 
+Frameworks are imported once, by the process that forks all ranks, with what torchrun tells them.
 Each case leaves the weights of a rank, or the message of its error, in FOLDER.
 """
 
+import gc
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from itertools import islice
@@ -20,6 +23,7 @@ import transformers
 from torch import distributed, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
+from tests.distributed.launch import environments
 from tests.integrations.windows import (
     CASES,
     STEPS,
@@ -268,5 +272,22 @@ def main(folder: Path) -> None:
     os._exit(0)  # threads of gloo may be waiting
 
 
+def start(folder: Path, environment: dict[str, str]) -> int:
+    """Fork a rank and return its process id."""
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(environment)
+        try:
+            main(folder)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return pid
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    gc.freeze()  # Accelerate collects garbage after every training
+    with environments(RANKS) as of_ranks:
+        started = [start(Path(sys.argv[1]), environment) for environment in of_ranks]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
+    sys.exit(any(codes))

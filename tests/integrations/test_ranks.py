@@ -1,11 +1,12 @@
 """Several processes in every framework: what is averaged, what is not, and what is refused."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import run
 from tests.integrations.windows import CASES, STEPS, assert_equal, plain
 
 for package in ("accelerate", "lightning", "transformers"):
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All cases run in one process group, because starting processes takes longest."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = torchrun("-m", "tests.integrations.ranks_worker", folder, ranks=RANKS)
+    done = run(sys.executable, "-m", "tests.integrations.ranks_worker", folder)
     assert done.returncode == 0, done.stderr[-5000:]
 
     def load(framework: str, name: str) -> list[Any]:

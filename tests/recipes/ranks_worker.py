@@ -1,4 +1,4 @@
-"""What torchrun starts in tests: the language recipe with a short run."""
+"""What every rank of `test_ranks.py` runs: the language recipe with a short run."""
 
 import sys
 from pathlib import Path

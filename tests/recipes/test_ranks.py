@@ -14,7 +14,7 @@ from recipes.language import RECIPE
 from recipes.language.config import PRESETS, Config, Trial, plan, trial
 from recipes.language.run import run, share_work
 from tests.distributed import processes
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import forked
 
 TRIALS = (
     trial("nsisa"),  # one batch, whose sequences are shared; the embedding is AdamW's
@@ -79,8 +79,8 @@ def use_command(folder: str) -> None:
     command.main(["language", "--device", "cpu", "--out", out, "--runs-only"])
 
 
-def test_torchrun_and_who_writes(tmp_path: Path) -> None:
-    done = torchrun(Path(__file__).with_name("ranks_worker.py"), tmp_path, ranks=2)
+def test_command_in_two_processes_and_who_writes(tmp_path: Path) -> None:
+    done = forked(Path(__file__).with_name("ranks_worker.py"), tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json*"))
     assert files == ["0/language.json", "0/language/nsisa_m1_seed0.jsonl"]

@@ -2,9 +2,10 @@
 
 The stock commands start a new Python for every message to a client, which imports torch each time:
 too slow for many rounds on two cores. What is forked here is Flower's own code with Flower's own
-command lines, but for three things: polling and heartbeats are faster, an app runs in a fork of
-its SuperExec instead of in a new interpreter, and a SuperNode that has ended is started again, on
-another port, as a service manager would.
+command lines, but for four things: polling and heartbeats are faster, an app runs in a fork of
+its SuperExec instead of in a new interpreter, a SuperNode that has ended is started again, on
+another port, as a service manager would, and one that was busy for a run when that was stopped does
+not stay an answer behind, with each waiting for the next question.
 
 Orders come as JSON lines on standard input, `{"role", "arguments", "environment", "log"}`; the
 answer to each is the id of the process, which leads a process group of its own.
@@ -105,12 +106,26 @@ def _preload() -> None:
     torch.set_num_threads(1)
     node = sys.modules["flwr.supernode.start_client_internal"]
     node.time = types.SimpleNamespace(sleep=lambda seconds: time.sleep(_NAPS[seconds]))
+    node._push_messages = _until_answered(node._push_messages)
     # A SuperNode that was killed is let in again when the SuperLink has missed it, which takes two
     # such intervals; in Flower, a minute.
     sys.modules["flwr.supernode.fleet_http_connection"].HEARTBEAT_DEFAULT_INTERVAL = 3
     sys.modules["flwr.superlink.servicer.fleet.fleet_handlers"].HEARTBEAT_MIN_INTERVAL = 1
     # They are sent every 0.8 (interval - 5) seconds.
     sys.modules["flwr.supercore.heartbeat"].HEARTBEAT_DEFAULT_INTERVAL = 7
+
+
+def _until_answered(push: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that pushes answers until that to the newest message is among them."""
+
+    def pushed(*, state, **more) -> None:
+        held = list(state.msg_store.items())
+        asked = [key for key, entry in held if not entry.message.metadata.reply_to_message_id]
+        push(state=state, **more)
+        while asked and asked[-1] in state.msg_store:
+            push(state=state, **more)
+
+    return pushed
 
 
 def _superlink() -> None:

@@ -185,7 +185,7 @@ def test_clipping_slows_down_and_does_not_bias() -> None:
         loss=half_square,
         privacy=GaussianNoise(clip=0.2, noise=0.0),
     )
-    for _ in range(1500):
+    for _ in range(300):
         simulation.round()
     gap = simulation.server.weights["weight"] - optimum(clients)
     assert float(gap.norm()) < 1e-8
