@@ -2,7 +2,8 @@
 
 On a CPU the tensors are divided into blocks that stay in the cache from one operation to the next:
 large tensors are cut into pieces, small ones share a block. Where many small tensors have one
-shape, calls cost more than the work, so they are copied into one tensor and stepped there.
+shape, calls cost more than the work, so they are stepped as rows of one tensor: parameters and
+gradients are copied into one, and the optimizer's own state stays in one.
 """
 
 import math
@@ -43,7 +44,7 @@ __all__ = [
     "FOREACH",
     "Block",
     "Foreach",
-    "add_one",
+    "count",
     "cut_into_blocks",
     "knows",
     "leave_out_nonfinite",
@@ -61,14 +62,12 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 _CPU_BLOCK = 2**16
 
 # On a CPU, at least `_FEWEST_STACKED` tensors of one shape and at most `_MAX_STACKED_SIZE` elements
-# each are copied into one tensor: this costs less than the calls that it saves.
+# each become rows of one tensor: this costs less than the calls that it saves.
 _MAX_STACKED_SIZE = 2**10
 _FEWEST_STACKED = 10
 
 # With so many blocks or fewer, residuals that give sigma are kept for the step.
 _MAX_KEPT_BLOCKS = 2
-
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 _ELEMENTWISE = (Identity, SecondMoment, SpectralConsensus)
 
@@ -95,10 +94,9 @@ class Foreach:
         keys = slot_keys(job.slot)
         check_shapes(job.members, keys_shaped_like_params(job.preconditioner, job.slot))
         for members in _by_dtype(job.members, keys.dual):
-            steps = [member.state[keys.step] for member in members]
-            add_one(steps)
+            counts = count([member.state[keys.step] for member in members])
             if type(job.preconditioner) in _ELEMENTWISE:
-                _elementwise_step(job, members, keys)
+                _elementwise_step(job, members, keys, one_if_equal(counts))
             else:
                 _matrix_step(job, members, keys)
             if job.consensus is None:
@@ -131,8 +129,7 @@ class Foreach:
             if consensus.proximal is not None:
                 _take_consensus(consensus, same_dtype, params, totals, scales)
                 continue
-            # Stacking does not pay for one or two operations.
-            for block in cut_into_blocks([totals, params], stack=False):
+            for block in cut_into_blocks([totals, params]):
                 total_pieces, param_pieces = block.pieces
                 _take_consensus(
                     consensus, same_dtype, param_pieces, total_pieces, *block.select(scales)
@@ -145,13 +142,14 @@ FOREACH = Foreach()
 # Elementwise rules: step block by block
 
 
-def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
+def _elementwise_step(
+    job: LocalJob, members: list[Member], keys: SlotKeys, counts: Any
+) -> None:
     """Step parameters whose rule is elementwise."""
     rule, consensus = job.preconditioner, job.consensus
-    duals, moments, targets, steps = [], [], [], []
+    duals, moments, targets = [], [], []
     for param, _, state, _ in members:
         duals.append(state[keys.dual])
-        steps.append(state[keys.step])
         if isinstance(rule, SecondMoment):
             moments.append(state[keys.moment])
         if consensus is not None:
@@ -164,19 +162,18 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
     dtype = torch.float32
     if not param.dtype == duals[0].dtype == dtype:
         dtype = compute_dtype(real(param), real(duals[0]))
-    columns = [_gradients(job, members, dtype), duals, targets]
+    columns = [_gradients(job, members, dtype), targets, duals]
     if moments:
         columns.append(moments)
+    owned = len(columns) - 2
     if param.is_complex():
         columns = [[real(tensor) for tensor in column] for column in columns]
+        owned = 0
     needs_whole_tensors = consensus is not None and consensus.proximal is not None
     if needs_whole_tensors:
         blocks = [Block(range(len(members)), columns)]
     else:
-        blocks = cut_into_blocks(columns)
-    counts: Any = steps
-    if steps[0].is_cpu:
-        counts = one_if_equal(list(map(Tensor.item, steps)))
+        blocks = cut_into_blocks(columns, owned)
     ratios: Any
     scale: Any = None
     kept: list[Any] = []
@@ -195,7 +192,7 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
     numbers = _in_dtype([scale, *factors], dtype, blocks)
     for index, block in enumerate(blocks):
         block_columns, rs = kept[index] if kept else (block.gather(), None)
-        grads, stored, target_pieces, *moment_pieces = block_columns
+        grads, target_pieces, stored, *moment_pieces = block_columns
         pis = stored if stored[0].dtype == dtype else like(stored, dtype)
         if rs is None:
             rs = _residuals(job, pis, grads)
@@ -293,12 +290,15 @@ def _in_dtype(numbers: Sequence[Any], dtype: torch.dtype, blocks: Sequence["Bloc
     return ready
 
 
-def add_one(steps: list[Tensor]) -> None:
-    """Add one to each step counter."""
-    if steps[0].is_cpu:  # a list of tensors takes a third of the time that a number takes
-        torch._foreach_add_(steps, [_ONE] * len(steps))
-    else:
+def count(steps: list[Tensor]) -> list[Any]:
+    """Add one to each step counter; return the counts, as numbers if the host has them."""
+    if not steps[0].is_cpu:
         torch._foreach_add_(steps, 1.0)
+        return steps
+    rows = rows_of(steps, owned=True)
+    write_rows(steps, rows, rows.add_(1))
+    counts: list[float] = rows.tolist()
+    return counts
 
 
 def scalars(values: Any, tensors: Tensors) -> Any:
@@ -357,17 +357,12 @@ def _update_sigmas(
     norms, kept = [], []
     for block in blocks:
         columns = block.gather() if keeps_residuals else block.pieces
-        grads, stored, *_ = columns
+        grads, _, stored, *_ = columns
         rs = _residuals(job, like(stored, grads[0].dtype), grads)
         norms.append(block.norms(rs))
         owners += block.indexes
         if keeps_residuals:
             kept.append((columns, rs))
-    sizes, old_sigmas, old_levels = [], [], []
-    for param, _, state, whole in members:
-        sizes.append((param if whole is None else whole).numel())
-        old_sigmas.append(state[keys.sigma])
-        old_levels.append(state[keys.level])
     norm = _norms_of_members(norms, owners, len(members))
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
@@ -375,21 +370,23 @@ def _update_sigmas(
         groups = dtensor.groups_of_parts(members[0].origin)
         norm = dtensor.summed(norm.square(), groups).sqrt()
     parts = 2 if members[0].param.is_complex() else 1
-    roots = [max(1, parts * size) ** 0.5 for size in sizes]
-    if norm.is_cpu:
+    roots = one_if_equal([max(1, parts * member.origin.numel()) ** 0.5 for member in members])
+    if isinstance(roots, float):
+        rms = norm / roots
+    elif norm.is_cpu:
         rms = norm / torch.tensor(roots, dtype=norm.dtype, device="cpu")
     else:  # a copy from the host would wait for the device
         rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
-    sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
+    old_sigmas = [member.state[keys.sigma] for member in members]
+    old_levels = [member.state[keys.level] for member in members]
+    sigma, level = rows_of(old_sigmas, owned=True), rows_of(old_levels, owned=True)
     steps = _stacked_counts(counts, level)
-    new_sigma, level = sisa.followed(
+    new_sigma, new_level = sisa.followed(
         sigma, level, rms.to(level.dtype), steps, rule.scheme, rule.beta
     )
-    new_sigma = new_sigma.clamp_(min=TINY)
-    torch._foreach_copy_(old_levels, level.unbind())
-    # Sigma grows in few steps, so a CPU mostly spares the copy; a device is not waited for.
-    if not sigma.is_cpu or not torch.equal(sigma, new_sigma):
-        torch._foreach_copy_(old_sigmas, new_sigma.unbind())
+    new_sigma.clamp_(min=TINY)
+    write_rows(old_sigmas, sigma, new_sigma)
+    write_rows(old_levels, level, new_level)
     return new_sigma, kept
 
 
@@ -424,22 +421,27 @@ class Block(NamedTuple):
         pieces: columns of corresponding pieces, such as gradients and parameters; the first column
             is only read.
         stacks: True if the pieces have one shape and are so small that it pays to compute with
-            copies of them in one tensor.
+            them as rows of one tensor.
+        owned: the number of columns, at the end, that are the optimizer's own.
     """
 
     indexes: Sequence[int]
     pieces: Sequence[Tensors]
     stacks: bool = False
+    owned: int = 0
 
     def gather(self) -> Sequence[Tensors]:
         """Return the columns to compute with."""
-        return [[torch.stack(column)] for column in self.pieces] if self.stacks else self.pieces
+        if not self.stacks:
+            return self.pieces
+        shared = len(self.pieces) - self.owned
+        return [[rows_of(c, number >= shared)] for number, c in enumerate(self.pieces)]
 
     def store(self, columns: Sequence[Tensors]) -> None:
         """Write the columns that `gather` returned back if they are copies, except the first."""
         if self.stacks:
-            for pieces, (stack,) in zip(self.pieces[1:], columns[1:], strict=True):
-                torch._foreach_copy_(pieces, stack.unbind())
+            for pieces, (rows,) in zip(self.pieces[1:], columns[1:], strict=True):
+                write_rows(pieces, rows, rows)
 
     def norms(self, column: Tensors) -> Tensor:
         """Return the norm of each piece of a column, gathered or not."""
@@ -471,13 +473,49 @@ class Block(NamedTuple):
         return selected
 
 
-def cut_into_blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Block]:
+def rows_of(tensors: Tensors, owned: bool) -> Tensor:
+    """Return tensors of one shape as the rows of one tensor, a copy unless they are there already.
+
+    Args:
+        tensors: of one shape.
+        owned: they are the optimizer's own: on a CPU their memory is moved into the one tensor,
+            so that it is no copy, neither now nor in further steps. They stay the same objects.
+    """
+    first = tensors[0]
+    owned = owned and first.is_cpu
+    if owned:
+        # Their addresses tell, so there is nothing to remember.
+        start, size = first.data_ptr(), first.nbytes
+        end = first.storage_offset() * first.itemsize + len(tensors) * size
+        if (
+            list(map(Tensor.data_ptr, tensors)) == [start + size * i for i in range(len(tensors))]
+            and end <= first.untyped_storage().nbytes()
+            and all(map(Tensor.is_contiguous, tensors))
+        ):
+            return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+    rows = torch.stack(tensors)
+    if owned and all(t.dtype == rows.dtype and t._base is None for t in tensors):
+        for tensor, row in zip(tensors, rows.unbind(), strict=True):
+            tensor.set_(row)  # type: ignore[call-overload]
+    return rows
+
+
+def write_rows(tensors: Tensors, rows: Tensor, values: Tensor) -> None:
+    """Write `values` to tensors whose `rows_of` are `rows`, which may be `values` themselves."""
+    if rows.data_ptr() != tensors[0].data_ptr():
+        torch._foreach_copy_(tensors, values.unbind())
+    elif values is not rows:
+        rows.copy_(values)
+
+
+def cut_into_blocks(columns: Sequence[Tensors], owned: int = 0) -> list[Block]:
     """Divide tensors into blocks; those that stack come first.
 
     Args:
         columns: gradients, parameters and so on, in the same order and on one device. The first
             column is only read.
-        stack: allow stacking, which pays from half a dozen operations on.
+        owned: the number of columns, at the end, that are the optimizer's own. Without any nothing
+            is stacked: this pays from half a dozen operations on.
     """
     first = columns[0]
     sizes = list(map(Tensor.numel, first))
@@ -487,7 +525,7 @@ def cut_into_blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Bloc
     unstacked: list[int] = []
     by_shape: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(first):
-        if stack and sizes[index] <= _MAX_STACKED_SIZE:
+        if owned and 0 < sizes[index] <= _MAX_STACKED_SIZE:
             by_shape.setdefault(tensor.shape, []).append(index)
         else:
             unstacked.append(index)
@@ -497,7 +535,8 @@ def cut_into_blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Bloc
             unstacked += same_shape
             continue
         for indexes in _runs(same_shape, sizes):
-            blocks.append(Block(indexes, [[c[i] for i in indexes] for c in columns], stacks=True))
+            pieces = [[column[i] for i in indexes] for column in columns]
+            blocks.append(Block(indexes, pieces, True, owned))
     uncut = []
     for index in unstacked:
         row = [column[index] for column in columns]
