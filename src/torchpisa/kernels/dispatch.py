@@ -12,6 +12,7 @@ DTensor, because it may need all of it: right, but slow.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,6 @@ from torchpisa.kernels.job import (
     LocalJob,
     Member,
     check_shapes,
-    real,
 )
 from torchpisa.kernels.loop import LOOP
 from torchpisa.kernels.triton import plan as triton_plan
@@ -45,6 +45,7 @@ __all__ = [
     "supporting",
 ]
 
+_IS_CPU = attrgetter("is_cpu")
 _NO_CPU_KERNEL = "MISA has fused kernels for CUDA devices only"
 
 
@@ -74,12 +75,12 @@ def for_local_step(
     fused, foreach = settings["fused"], settings["foreach"]
     if members and (fused or (fused is None and foreach is None)):
         kernel_or_reason: Kernel | str
-        if not _on_cpu([member.param for member in members]):
+        params = [member.param for member in members]
+        if not _on_cpu(params):
             kernel_or_reason = triton_plan.find(
                 plans, (key, slot), members, preconditioner, slot, sigma_follows
             )
         elif fused:
-            params = [member.param for member in members]
             kernel_or_reason = native.obstacle(params, preconditioner) or native.NATIVE
         else:
             kernel_or_reason = "a C compiler runs only with fused=True"
@@ -198,9 +199,9 @@ def _uses_foreach(settings: Mapping[str, Any], members: Sequence[Member]) -> boo
     """Return whether to use `foreach`: by default for plain tensors."""
     if settings["foreach"] is not None:
         return bool(settings["foreach"])
-    return all(type(real(member.param)) in PLAIN_TYPES for member in members)
+    return {type(member.param) for member in members} <= PLAIN_TYPES
 
 
 def _on_cpu(params: Sequence[Tensor]) -> bool:
     """Return whether no parameter is for Triton, whose interpreter in tests takes CPU tensors."""
-    return "cpu" not in triton_plan.DEVICES and all(param.is_cpu for param in params)
+    return "cpu" not in triton_plan.DEVICES and all(map(_IS_CPU, params))

@@ -88,7 +88,6 @@ class Foreach:
         """Return whether the preconditioner is known, and the host knows that the batch counts."""
         return job.keep is None and knows(job.preconditioner)
 
-    @torch.no_grad()
     def local_step(self, job: LocalJob) -> None:
         """Take the local step, see `Kernel`."""
         keys = slot_keys(job.slot)
@@ -103,7 +102,6 @@ class Foreach:
                 for member in members:
                     member.state["arrived"] |= 1 << job.slot
 
-    @torch.no_grad()
     def residual_norm(self, job: LocalJob) -> list[Tensor]:
         """Return the norm of r for each member."""
         keys = slot_keys(job.slot)
@@ -115,7 +113,6 @@ class Foreach:
             norms += torch._foreach_norm(rs)
         return norms
 
-    @torch.no_grad()
     def take_consensus(
         self, members: list[Member], consensus: Consensus, keep: Tensor | None
     ) -> None:
@@ -142,38 +139,30 @@ FOREACH = Foreach()
 # Elementwise rules: step block by block
 
 
-def _elementwise_step(
-    job: LocalJob, members: list[Member], keys: SlotKeys, counts: Any
-) -> None:
+def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, counts: Any) -> None:
     """Step parameters whose rule is elementwise."""
     rule, consensus = job.preconditioner, job.consensus
-    duals, moments, targets = [], [], []
-    for param, _, state, _ in members:
-        duals.append(state[keys.dual])
-        if isinstance(rule, SecondMoment):
-            moments.append(state[keys.moment])
-        if consensus is not None:
-            targets.append(param)
-        else:
-            if not state["arrived"]:
-                state["pending"].zero_()
-            targets.append(state["pending"])
+    duals = [member.state[keys.dual] for member in members]
+    owned = [duals]
+    if isinstance(rule, SecondMoment):
+        owned.append([member.state[keys.moment] for member in members])
+    if consensus is not None:
+        targets = [member.param for member in members]
+    else:
+        targets = _pending_sums(members)
     param = members[0].param
     dtype = torch.float32
     if not param.dtype == duals[0].dtype == dtype:
         dtype = compute_dtype(real(param), real(duals[0]))
-    columns = [_gradients(job, members, dtype), targets, duals]
-    if moments:
-        columns.append(moments)
-    owned = len(columns) - 2
+    columns = [_gradients(job, members, dtype), targets, *owned]
     if param.is_complex():
         columns = [[real(tensor) for tensor in column] for column in columns]
-        owned = 0
+        owned = []
     needs_whole_tensors = consensus is not None and consensus.proximal is not None
     if needs_whole_tensors:
         blocks = [Block(range(len(members)), columns)]
     else:
-        blocks = cut_into_blocks(columns, owned)
+        blocks = cut_into_blocks(columns, len(owned))
     ratios: Any
     scale: Any = None
     kept: list[Any] = []
@@ -211,12 +200,20 @@ def _elementwise_step(
         if consensus is None:
             _accumulate(job, target_pieces, rs)
         else:
-            _take_consensus(consensus, members, target_pieces, rs, scale, may_overwrite=True)
+            _take_consensus(consensus, members, target_pieces, rs, scale)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
         if pis is not stored:
             write_back(stored, pis, job.stochastic_rounding)
         block.store(block_columns)
+
+
+def _pending_sums(members: list[Member]) -> list[Tensor]:
+    """Return the sums of the round; those that no batch has contributed to yet are zero."""
+    for member in members:
+        if not member.state["arrived"]:
+            member.state["pending"].zero_()
+    return [member.state["pending"] for member in members]
 
 
 class _RootFactors(NamedTuple):
@@ -370,8 +367,9 @@ def _update_sigmas(
         groups = dtensor.groups_of_parts(members[0].origin)
         norm = dtensor.summed(norm.square(), groups).sqrt()
     parts = 2 if members[0].param.is_complex() else 1
-    roots = one_if_equal([max(1, parts * member.origin.numel()) ** 0.5 for member in members])
-    if isinstance(roots, float):
+    sizes = [(param if whole is None else whole).numel() for param, _, _, whole in members]
+    roots = one_if_equal([max(1, parts * size) ** 0.5 for size in sizes])
+    if not isinstance(roots, list):
         rms = norm / roots
     elif norm.is_cpu:
         rms = norm / torch.tensor(roots, dtype=norm.dtype, device="cpu")
@@ -379,7 +377,7 @@ def _update_sigmas(
         rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
     old_sigmas = [member.state[keys.sigma] for member in members]
     old_levels = [member.state[keys.level] for member in members]
-    sigma, level = rows_of(old_sigmas, owned=True), rows_of(old_levels, owned=True)
+    sigma, level = rows_of(old_sigmas, norm.is_cpu), rows_of(old_levels, norm.is_cpu)
     steps = _stacked_counts(counts, level)
     new_sigma, new_level = sisa.followed(
         sigma, level, rms.to(level.dtype), steps, rule.scheme, rule.beta
@@ -447,7 +445,7 @@ class Block(NamedTuple):
         """Return the norm of each piece of a column, gathered or not."""
         if len(column) == len(self.indexes):
             return torch.stack(torch._foreach_norm(column))
-        norms: Tensor = torch.linalg.vector_norm(column[0].unsqueeze(-1).flatten(1), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(column[0].view(len(self.indexes), -1), dim=1)
         return norms
 
     def select(self, *numbers: Any) -> list[Any]:
@@ -478,19 +476,18 @@ def rows_of(tensors: Tensors, owned: bool) -> Tensor:
 
     Args:
         tensors: of one shape.
-        owned: they are the optimizer's own: on a CPU their memory is moved into the one tensor,
-            so that it is no copy, neither now nor in further steps. They stay the same objects.
+        owned: they are the optimizer's own: their memory is moved into the one tensor, so that it
+            is no copy, neither now nor in further steps. They stay the same objects.
     """
-    first = tensors[0]
-    owned = owned and first.is_cpu
     if owned:
+        first = tensors[0]
         # Their addresses tell, so there is nothing to remember.
         start, size = first.data_ptr(), first.nbytes
-        end = first.storage_offset() * first.itemsize + len(tensors) * size
+        end = start + len(tensors) * size
+        memory = first.untyped_storage()
         if (
-            list(map(Tensor.data_ptr, tensors)) == [start + size * i for i in range(len(tensors))]
-            and end <= first.untyped_storage().nbytes()
-            and all(map(Tensor.is_contiguous, tensors))
+            list(map(Tensor.data_ptr, tensors)) == list(range(start, end, size))
+            and end <= memory.data_ptr() + memory.nbytes()
         ):
             return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
     rows = torch.stack(tensors)
@@ -518,20 +515,18 @@ def cut_into_blocks(columns: Sequence[Tensors], owned: int = 0) -> list[Block]:
             is stacked: this pays from half a dozen operations on.
     """
     first = columns[0]
-    sizes = list(map(Tensor.numel, first))
-    fits_one_block = len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK
+    sizes = [tensor.numel() for tensor in first]
+    fits_one_block = sum(sizes) <= _CPU_BLOCK and (not owned or len(first) < _FEWEST_STACKED)
     if fits_one_block or not first[0].is_cpu:
         return [Block(range(len(first)), columns)]
-    unstacked: list[int] = []
     by_shape: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(first):
-        if owned and 0 < sizes[index] <= _MAX_STACKED_SIZE:
-            by_shape.setdefault(tensor.shape, []).append(index)
-        else:
-            unstacked.append(index)
+        by_shape.setdefault(tensor.shape, []).append(index)
     blocks: list[Block] = []
+    unstacked: list[int] = []
     for same_shape in by_shape.values():
-        if len(same_shape) < _FEWEST_STACKED:
+        stacks = owned and len(same_shape) >= _FEWEST_STACKED
+        if not stacks or not 0 < sizes[same_shape[0]] <= _MAX_STACKED_SIZE:
             unstacked += same_shape
             continue
         for indexes in _runs(same_shape, sizes):
@@ -582,10 +577,7 @@ def _matrix_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
     if job.consensus is not None:
         _take_consensus(job.consensus, members, params, deltas, _scales(job.consensus, members))
     else:
-        for member in members:
-            if not member.state["arrived"]:
-                member.state["pending"].zero_()
-        _accumulate(job, [real(member.state["pending"]) for member in members], deltas)
+        _accumulate(job, [real(total) for total in _pending_sums(members)], deltas)
     if job.dual_decay != 1:
         torch._foreach_mul_(duals, job.dual_decay)
     write_back(stored, duals, job.stochastic_rounding)
@@ -695,7 +687,7 @@ def _by_dtype(members: list[Member], key: str) -> list[list[Member]]:
     for member in members:
         param, grad, state, whole = member
         grad_dtype = None if grad is None else grad.dtype
-        shared = param.device, param.dtype, state[key].dtype, grad_dtype, whole is None
+        shared = param.get_device(), param.dtype, state[key].dtype, grad_dtype, whole is None
         lists.setdefault(shared, []).append(member)
     return list(lists.values())
 
@@ -706,10 +698,9 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
     if members[0].grad is None:
         grads = [torch.zeros_like(real(member.param), dtype=dtype) for member in members]
     else:
-        stored = []
-        for member in members:
-            assert member.grad is not None
-            stored.append(member.grad if not member.grad.is_complex() else real(member.grad))
+        stored: list[Any] = [member.grad for member in members]
+        if stored[0].is_complex():
+            stored = [real(grad) for grad in stored]
         grads = stored if stored[0].dtype == dtype else like(stored, dtype)
         if job.flags is not None:
             pairs = zip(job.members, job.flags, strict=True)
@@ -758,7 +749,6 @@ def _take_consensus(
     stored: Tensors,
     totals: Tensors,
     scales: Any,
-    may_overwrite: bool = False,
 ) -> None:
     """Take equation (2.9), w = w + lr (U - lambda w) / (S + lr lambda).
 
@@ -768,7 +758,6 @@ def _take_consensus(
         stored: w, parameters or pieces of them.
         totals: U.
         scales: the quotient from `_scales`, one for all pieces or one for each.
-        may_overwrite: allow writing to `totals`.
     """
     ws = stored
     if stored[0].dtype != totals[0].dtype or stored[0].dtype.itemsize < 4:
@@ -792,11 +781,7 @@ def _take_consensus(
             if scales[0].device != device or scales[0].dtype != dtype:
                 scales = [scale.to(device, dtype) for scale in scales]
         scales = scalars(scales, ws)
-        if may_overwrite:
-            torch._foreach_mul_(totals, scales)
-        else:
-            totals = torch._foreach_mul(totals, scales)
-        torch._foreach_add_(ws, totals)
+        torch._foreach_add_(ws, torch._foreach_mul(totals, scales))
     if ws is not stored:
         write_back(stored, ws, consensus.stochastic_rounding)
 
