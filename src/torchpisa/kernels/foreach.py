@@ -143,9 +143,9 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
     """Step parameters whose rule is elementwise."""
     rule, consensus = job.preconditioner, job.consensus
     duals = [member.state[keys.dual] for member in members]
-    owned = [duals]
+    moments = []
     if isinstance(rule, SecondMoment):
-        owned.append([member.state[keys.moment] for member in members])
+        moments.append([member.state[keys.moment] for member in members])
     if consensus is not None:
         targets = [member.param for member in members]
     else:
@@ -154,15 +154,14 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
     dtype = torch.float32
     if not param.dtype == duals[0].dtype == dtype:
         dtype = compute_dtype(real(param), real(duals[0]))
-    columns = [_gradients(job, members, dtype), targets, *owned]
+    columns = [_gradients(job, members, dtype), targets, duals, *moments]
     if param.is_complex():
         columns = [[real(tensor) for tensor in column] for column in columns]
-        owned = []
     needs_whole_tensors = consensus is not None and consensus.proximal is not None
     if needs_whole_tensors:
         blocks = [Block(range(len(members)), columns)]
     else:
-        blocks = cut_into_blocks(columns, len(owned))
+        blocks = cut_into_blocks(columns, stack=not param.is_complex())
     ratios: Any
     scale: Any = None
     kept: list[Any] = []
@@ -198,9 +197,13 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
         torch._foreach_add_(pis, rs)
         torch._foreach_add_(rs, pis)
         if consensus is None:
-            _accumulate(job, target_pieces, rs)
+            _accumulate(job, target_pieces, block.spread(rs))
         else:
-            _take_consensus(consensus, members, target_pieces, rs, scale)
+            if block.stacks and consensus.consensus_decay == 0 and not isinstance(scale, float):
+                torch._foreach_mul_(rs, scale)  # one call for all rows
+                scale = 1.0
+            us, scale = block.spread(rs), block.spread(scale)
+            _take_consensus(consensus, members, target_pieces, us, scale, may_overwrite=True)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
         if pis is not stored:
@@ -416,29 +419,32 @@ class Block(NamedTuple):
 
     Attributes:
         indexes: the member that each piece belongs to.
-        pieces: columns of corresponding pieces, such as gradients and parameters; the first column
-            is only read.
+        pieces: columns of corresponding pieces: gradients, which are only read, what is updated
+            last, such as parameters, and the optimizer's own state.
         stacks: True if the pieces have one shape and are so small that it pays to compute with
             them as rows of one tensor.
-        owned: the number of columns, at the end, that are the optimizer's own.
     """
 
     indexes: Sequence[int]
     pieces: Sequence[Tensors]
     stacks: bool = False
-    owned: int = 0
 
     def gather(self) -> Sequence[Tensors]:
-        """Return the columns to compute with."""
+        """Return the columns to compute with; the second column is as it was."""
         if not self.stacks:
             return self.pieces
-        shared = len(self.pieces) - self.owned
-        return [[rows_of(c, number >= shared)] for number, c in enumerate(self.pieces)]
+        grads, targets, *state = self.pieces
+        return [[torch.stack(grads)], targets, *([rows_of(c, owned=True)] for c in state)]
+
+    def spread(self, column: Any) -> Any:
+        """Return the pieces, or numbers, of a column that was computed from gathered ones."""
+        spreads = self.stacks and isinstance(column, list | tuple)
+        return list(column[0].unbind()) if spreads else column
 
     def store(self, columns: Sequence[Tensors]) -> None:
-        """Write the columns that `gather` returned back if they are copies, except the first."""
+        """Write state back if `gather` has returned copies."""
         if self.stacks:
-            for pieces, (rows,) in zip(self.pieces[1:], columns[1:], strict=True):
+            for pieces, (rows,) in zip(self.pieces[2:], columns[2:], strict=True):
                 write_rows(pieces, rows, rows)
 
     def norms(self, column: Tensors) -> Tensor:
@@ -505,33 +511,35 @@ def write_rows(tensors: Tensors, rows: Tensor, values: Tensor) -> None:
         rows.copy_(values)
 
 
-def cut_into_blocks(columns: Sequence[Tensors], owned: int = 0) -> list[Block]:
+def cut_into_blocks(columns: Sequence[Tensors], stack: bool = False) -> list[Block]:
     """Divide tensors into blocks; those that stack come first.
 
     Args:
-        columns: gradients, parameters and so on, in the same order and on one device. The first
-            column is only read.
-        owned: the number of columns, at the end, that are the optimizer's own. Without any nothing
-            is stacked: this pays from half a dozen operations on.
+        columns: the columns of `Block.pieces`, in the same order and on one device.
+        stack: allow stacking, which pays from half a dozen operations on. Views, as of complex
+            tensors, cannot be stacked, because their memory cannot be moved.
     """
     first = columns[0]
     sizes = [tensor.numel() for tensor in first]
-    fits_one_block = sum(sizes) <= _CPU_BLOCK and (not owned or len(first) < _FEWEST_STACKED)
-    if fits_one_block or not first[0].is_cpu:
+    if not first[0].is_cpu or (len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK):
         return [Block(range(len(first)), columns)]
+    unstacked: list[int] = []
     by_shape: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(first):
-        by_shape.setdefault(tensor.shape, []).append(index)
+        if stack and 0 < sizes[index] <= _MAX_STACKED_SIZE:
+            by_shape.setdefault(tensor.shape, []).append(index)
+        else:
+            unstacked.append(index)
     blocks: list[Block] = []
-    unstacked: list[int] = []
     for same_shape in by_shape.values():
-        stacks = owned and len(same_shape) >= _FEWEST_STACKED
-        if not stacks or not 0 < sizes[same_shape[0]] <= _MAX_STACKED_SIZE:
+        if len(same_shape) < _FEWEST_STACKED:
             unstacked += same_shape
             continue
         for indexes in _runs(same_shape, sizes):
-            pieces = [[column[i] for i in indexes] for column in columns]
-            blocks.append(Block(indexes, pieces, True, owned))
+            pieces = columns
+            if len(indexes) < len(first):
+                pieces = [[column[i] for i in indexes] for column in columns]
+            blocks.append(Block(indexes, pieces, stacks=True))
     uncut = []
     for index in unstacked:
         row = [column[index] for column in columns]
@@ -749,6 +757,7 @@ def _take_consensus(
     stored: Tensors,
     totals: Tensors,
     scales: Any,
+    may_overwrite: bool = False,
 ) -> None:
     """Take equation (2.9), w = w + lr (U - lambda w) / (S + lr lambda).
 
@@ -758,6 +767,7 @@ def _take_consensus(
         stored: w, parameters or pieces of them.
         totals: U.
         scales: the quotient from `_scales`, one for all pieces or one for each.
+        may_overwrite: allow writing to `totals`.
     """
     ws = stored
     if stored[0].dtype != totals[0].dtype or stored[0].dtype.itemsize < 4:
@@ -781,7 +791,11 @@ def _take_consensus(
             if scales[0].device != device or scales[0].dtype != dtype:
                 scales = [scale.to(device, dtype) for scale in scales]
         scales = scalars(scales, ws)
-        torch._foreach_add_(ws, torch._foreach_mul(totals, scales))
+        if may_overwrite:
+            torch._foreach_mul_(totals, scales)
+        else:
+            totals = torch._foreach_mul(totals, scales)
+        torch._foreach_add_(ws, totals)
     if ws is not stored:
         write_back(stored, ws, consensus.stochastic_rounding)
 

@@ -227,8 +227,8 @@ def _foreach_step(job: ConsensusJob) -> None:
     corrections: Any = [(1 - beta**step) ** 0.5 for step in counts]
     if not isinstance(corrections[0], Tensor):
         corrections = one_if_equal(corrections)
-    owned = 0 if job.members[0].param.is_complex() else 2
-    for block in cut_into_blocks([gradients(job), params, duals, moments], owned):
+    stack = not job.members[0].param.is_complex()
+    for block in cut_into_blocks([gradients(job), params, duals, moments], stack):
         columns = block.gather()
         grads, ws, pis, stored = columns
         rs, us = _average(job, pis, grads)
@@ -240,7 +240,7 @@ def _foreach_step(job: ConsensusJob) -> None:
         torch._foreach_div_(roots, scalars(block.select(corrections)[0], roots))
         torch._foreach_add_(roots, scalars(job.settings["eps"], roots))
         torch._foreach_div_(us, roots)
-        _move_weights(job, ws, us, 1.0)
+        _move_weights(job, ws, block.spread(us), 1.0)
         block.store(columns)
 
 
