@@ -22,6 +22,7 @@ from torchpisa.kernels.job import (
     Kernel,
     LocalJob,
     Member,
+    Rows,
     check_shapes,
     compute_dtype,
     keys_shaped_like_params,
@@ -66,6 +67,9 @@ _CPU_BLOCK = 2**16
 _MAX_STACKED_SIZE = 2**10
 _FEWEST_STACKED = 10
 
+# Rows to remember; more, as when other parameters have gradients in every step, are forgotten.
+_MOST_KNOWN = 256
+
 # With so many blocks or fewer, residuals that give sigma are kept for the step.
 _MAX_KEPT_BLOCKS = 2
 
@@ -93,7 +97,7 @@ class Foreach:
         keys = slot_keys(job.slot)
         check_shapes(job.members, keys_shaped_like_params(job.preconditioner, job.slot))
         for members in _by_dtype(job.members, keys.dual):
-            counts = count([member.state[keys.step] for member in members])
+            counts = count([member.state[keys.step] for member in members], job.rows)
             if type(job.preconditioner) in _ELEMENTWISE:
                 _elementwise_step(job, members, keys, one_if_equal(counts))
             else:
@@ -179,7 +183,7 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
         factors = _root_factors(rule, ratios, counts)
     numbers = _in_dtype([scale, *factors], dtype, blocks)
     for index, block in enumerate(blocks):
-        block_columns, rs = kept[index] if kept else (block.gather(), None)
+        block_columns, rs = kept[index] if kept else (block.gather(job.rows), None)
         grads, target_pieces, stored, *moment_pieces = block_columns
         pis = stored if stored[0].dtype == dtype else like(stored, dtype)
         if rs is None:
@@ -290,12 +294,12 @@ def _in_dtype(numbers: Sequence[Any], dtype: torch.dtype, blocks: Sequence["Bloc
     return ready
 
 
-def count(steps: list[Tensor]) -> list[Any]:
+def count(steps: list[Tensor], known: Rows | None = None) -> list[Any]:
     """Add one to each step counter; return the counts, as numbers if the host has them."""
     if not steps[0].is_cpu:
         torch._foreach_add_(steps, 1.0)
         return steps
-    rows = rows_of(steps, owned=True)
+    rows = rows_of(steps, True, known)
     write_rows(steps, rows, rows.add_(1))
     counts: list[float] = rows.tolist()
     return counts
@@ -356,7 +360,7 @@ def _update_sigmas(
     owners: list[int] = []
     norms, kept = [], []
     for block in blocks:
-        columns = block.gather() if keeps_residuals else block.pieces
+        columns = block.gather(job.rows) if keeps_residuals else block.pieces
         grads, _, stored, *_ = columns
         rs = _residuals(job, like(stored, grads[0].dtype), grads)
         norms.append(block.norms(rs))
@@ -380,7 +384,7 @@ def _update_sigmas(
         rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
     old_sigmas = [member.state[keys.sigma] for member in members]
     old_levels = [member.state[keys.level] for member in members]
-    sigma, level = rows_of(old_sigmas, norm.is_cpu), rows_of(old_levels, norm.is_cpu)
+    sigma, level = (rows_of(old, norm.is_cpu, job.rows) for old in (old_sigmas, old_levels))
     steps = _stacked_counts(counts, level)
     new_sigma, new_level = sisa.followed(
         sigma, level, rms.to(level.dtype), steps, rule.scheme, rule.beta
@@ -429,12 +433,12 @@ class Block(NamedTuple):
     pieces: Sequence[Tensors]
     stacks: bool = False
 
-    def gather(self) -> Sequence[Tensors]:
-        """Return the columns to compute with; the second column is as it was."""
+    def gather(self, known: Rows | None = None) -> Sequence[Tensors]:
+        """Return the columns to compute with, see `rows_of`; the second column is as it was."""
         if not self.stacks:
             return self.pieces
         grads, targets, *state = self.pieces
-        return [[torch.stack(grads)], targets, *([rows_of(c, owned=True)] for c in state)]
+        return [[torch.stack(grads)], targets, *([rows_of(c, True, known)] for c in state)]
 
     def spread(self, column: Any) -> Any:
         """Return the pieces, or numbers, of a column that was computed from gathered ones."""
@@ -477,29 +481,42 @@ class Block(NamedTuple):
         return selected
 
 
-def rows_of(tensors: Tensors, owned: bool) -> Tensor:
+def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
     """Return tensors of one shape as the rows of one tensor, a copy unless they are there already.
 
     Args:
         tensors: of one shape.
         owned: they are the optimizer's own: their memory is moved into the one tensor, so that it
             is no copy, neither now nor in further steps. They stay the same objects.
+        known: the rows of earlier calls. They keep their memory alive, so tensors at the same
+            addresses are the same rows.
     """
-    if owned:
-        first = tensors[0]
-        # Their addresses tell, so there is nothing to remember.
-        start, size = first.data_ptr(), first.nbytes
-        end = start + len(tensors) * size
-        memory = first.untyped_storage()
-        if (
-            list(map(Tensor.data_ptr, tensors)) == list(range(start, end, size))
-            and end <= memory.data_ptr() + memory.nbytes()
-        ):
-            return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
-    rows = torch.stack(tensors)
-    if owned and all(t.dtype == rows.dtype and t._base is None for t in tensors):
+    if not owned:
+        return torch.stack(tensors)
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    if known is not None and addresses in known:
+        return known[addresses]
+    first = tensors[0]
+    start, size = addresses[0], first.nbytes
+    end = start + len(tensors) * size
+    memory = first.untyped_storage()
+    if (
+        addresses == tuple(range(start, end, size))
+        and end <= memory.data_ptr() + memory.nbytes()
+        and all(map(Tensor.is_contiguous, tensors))
+    ):
+        rows = first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+    else:
+        rows = torch.stack(tensors)
+        if any(t.dtype != rows.dtype or t._base is not None for t in tensors):
+            return rows
         for tensor, row in zip(tensors, rows.unbind(), strict=True):
             tensor.set_(row)  # type: ignore[call-overload]
+        addresses = tuple(map(Tensor.data_ptr, tensors))
+    if known is not None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[addresses] = rows
     return rows
 
 

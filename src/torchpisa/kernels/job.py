@@ -19,6 +19,7 @@ __all__ = [
     "Kernel",
     "LocalJob",
     "Member",
+    "Rows",
     "check_shapes",
     "compute_dtype",
     "keys_shaped_like_params",
@@ -33,6 +34,10 @@ PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 # Stands in for a sigma that has seen no gradient yet.
 TINY = 1e-30
+
+
+# State of small tensors, as the rows of one tensor, by their addresses.
+Rows = dict[tuple[int, ...], Tensor]
 
 
 class Member(NamedTuple):
@@ -121,6 +126,7 @@ class LocalJob:
             with `finds_nonfinite`.
         flags: numbers on the device, one per member, to set where a gradient is not finite, which
             then counts as zero; None to not check. For kernels with `takes_flags`.
+        rows: what `foreach.rows_of` remembers from step to step.
     """
 
     members: list[Member]
@@ -139,6 +145,7 @@ class LocalJob:
     clip_scale: Tensor | None = None
     search: bool = False
     flags: Sequence[Tensor] | None = None
+    rows: Rows | None = None
 
     @property
     def penalty(self) -> Scalar:
