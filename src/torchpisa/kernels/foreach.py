@@ -146,19 +146,22 @@ FOREACH = Foreach()
 def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, counts: Any) -> None:
     """Step parameters whose rule is elementwise."""
     rule, consensus = job.preconditioner, job.consensus
-    duals = [member.state[keys.dual] for member in members]
-    moments = []
-    if isinstance(rule, SecondMoment):
-        moments.append([member.state[keys.moment] for member in members])
-    if consensus is not None:
-        targets = [member.param for member in members]
-    else:
+    duals, moments, targets = [], [], []
+    for param, _, state, _ in members:
+        duals.append(state[keys.dual])
+        if isinstance(rule, SecondMoment):
+            moments.append(state[keys.moment])
+        if consensus is not None:
+            targets.append(param)
+    if consensus is None:
         targets = _pending_sums(members)
     param = members[0].param
     dtype = torch.float32
     if not param.dtype == duals[0].dtype == dtype:
         dtype = compute_dtype(real(param), real(duals[0]))
-    columns = [_gradients(job, members, dtype), targets, duals, *moments]
+    columns = [_gradients(job, members, dtype), targets, duals]
+    if moments:
+        columns.append(moments)
     if param.is_complex():
         columns = [[real(tensor) for tensor in column] for column in columns]
     needs_whole_tensors = consensus is not None and consensus.proximal is not None
@@ -170,6 +173,7 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
     scale: Any = None
     kept: list[Any] = []
     if job.sigma is None:
+        counts = _stacked_counts(counts, members[0].state[keys.level])
         sigma, kept = _update_sigmas(job, members, keys, blocks, counts)
         ratios = job.rho * sigma.reciprocal()
         if consensus is not None:
@@ -203,10 +207,13 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
         if consensus is None:
             _accumulate(job, target_pieces, block.spread(rs))
         else:
-            if block.stacks and consensus.consensus_decay == 0 and not isinstance(scale, float):
-                torch._foreach_mul_(rs, scale)  # one call for all rows
-                scale = 1.0
-            us, scale = block.spread(rs), block.spread(scale)
+            if block.stacks and not isinstance(scale, float):
+                if consensus.consensus_decay == 0:  # one call for all rows
+                    torch._foreach_mul_(rs, scale)
+                    scale = 1.0
+                else:
+                    scale = block.spread(scale)
+            us = block.spread(rs)
             _take_consensus(consensus, members, target_pieces, us, scale, may_overwrite=True)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
@@ -243,13 +250,13 @@ def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
     Args:
         rule: the preconditioner.
         ratios: rho / sigma, a number or a tensor with one per parameter.
-        counts: how often the moments were updated, a number or a list with one per parameter.
+        counts: how often the moments were updated, a number or one per parameter: a tensor if
+            `ratios` is one, else a list.
     """
     adam = rule.scheme == "adam"
     correction: Any
     if isinstance(ratios, Tensor) and ratios.dim() == 1:
-        steps = _stacked_counts(counts, ratios)
-        correction = (1 - rule.beta**steps) ** 0.5 if adam else 1.0
+        correction = (1 - rule.beta**counts) ** 0.5 if adam else 1.0
         return _RootFactors(
             scale=ratios / -correction,
             shift=-1.0 if rule.eps == 0 else -(1 + ratios * rule.eps),
@@ -374,20 +381,23 @@ def _update_sigmas(
         groups = dtensor.groups_of_parts(members[0].origin)
         norm = dtensor.summed(norm.square(), groups).sqrt()
     parts = 2 if members[0].param.is_complex() else 1
-    sizes = [(param if whole is None else whole).numel() for param, _, _, whole in members]
-    roots = one_if_equal([max(1, parts * size) ** 0.5 for size in sizes])
-    if not isinstance(roots, list):
-        rms = norm / roots
-    elif norm.is_cpu:
-        rms = norm / torch.tensor(roots, dtype=norm.dtype, device="cpu")
-    else:  # a copy from the host would wait for the device
-        rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
-    old_sigmas = [member.state[keys.sigma] for member in members]
-    old_levels = [member.state[keys.level] for member in members]
-    sigma, level = (rows_of(old, norm.is_cpu, job.rows) for old in (old_sigmas, old_levels))
-    steps = _stacked_counts(counts, level)
+    sizes, old_sigmas, old_levels = [], [], []
+    for param, _, state, whole in members:
+        sizes.append((param if whole is None else whole).numel())
+        old_sigmas.append(state[keys.sigma])
+        old_levels.append(state[keys.level])
+    if sizes.count(sizes[0]) == len(sizes):
+        rms = norm / max(1, parts * sizes[0]) ** 0.5
+    else:
+        roots = [max(1, parts * size) ** 0.5 for size in sizes]
+        if norm.is_cpu:
+            rms = norm / torch.tensor(roots, dtype=norm.dtype, device="cpu")
+        else:  # a copy from the host would wait for the device
+            rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
+    sigma = rows_of(old_sigmas, norm.is_cpu, job.rows)
+    level = rows_of(old_levels, norm.is_cpu, job.rows)
     new_sigma, new_level = sisa.followed(
-        sigma, level, rms.to(level.dtype), steps, rule.scheme, rule.beta
+        sigma, level, rms.to(level.dtype), counts, rule.scheme, rule.beta
     )
     new_sigma.clamp_(min=TINY)
     write_rows(old_sigmas, sigma, new_sigma)
@@ -537,7 +547,7 @@ def cut_into_blocks(columns: Sequence[Tensors], stack: bool = False) -> list[Blo
             tensors, cannot be stacked, because their memory cannot be moved.
     """
     first = columns[0]
-    sizes = [tensor.numel() for tensor in first]
+    sizes = list(map(Tensor.numel, first))
     if not first[0].is_cpu or (len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK):
         return [Block(range(len(first)), columns)]
     unstacked: list[int] = []
