@@ -168,7 +168,7 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
     if needs_whole_tensors:
         blocks = [Block(range(len(members)), columns)]
     else:
-        blocks = cut_into_blocks(columns, stack=not param.is_complex())
+        blocks = cut_into_blocks(columns, not param.is_complex(), job.rows)
     ratios: Any
     scale: Any = None
     kept: list[Any] = []
@@ -538,15 +538,20 @@ def write_rows(tensors: Tensors, rows: Tensor, values: Tensor) -> None:
         rows.copy_(values)
 
 
-def cut_into_blocks(columns: Sequence[Tensors], stack: bool = False) -> list[Block]:
+def cut_into_blocks(
+    columns: Sequence[Tensors], stack: bool = False, known: Rows | None = None
+) -> list[Block]:
     """Divide tensors into blocks; those that stack come first.
 
     Args:
         columns: the columns of `Block.pieces`, in the same order and on one device.
         stack: allow stacking, which pays from half a dozen operations on. Views, as of complex
             tensors, cannot be stacked, because their memory cannot be moved.
+        known: see `rows_of`.
     """
     first = columns[0]
+    if stack and known and tuple(map(Tensor.data_ptr, columns[2])) in known:
+        return [Block(range(len(first)), columns, stacks=True)]
     sizes = list(map(Tensor.numel, first))
     if not first[0].is_cpu or (len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK):
         return [Block(range(len(first)), columns)]
