@@ -45,12 +45,14 @@ __all__ = [
     "FOREACH",
     "Block",
     "Foreach",
+    "as_rows",
     "count",
     "cut_into_blocks",
     "knows",
     "leave_out_nonfinite",
     "like",
     "one_if_equal",
+    "rows_of",
     "scalars",
     "write_back",
 ]
@@ -506,17 +508,8 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
     addresses = tuple(map(Tensor.data_ptr, tensors))
     if known is not None and addresses in known:
         return known[addresses]
-    first = tensors[0]
-    start, size = addresses[0], first.nbytes
-    end = start + len(tensors) * size
-    memory = first.untyped_storage()
-    if (
-        addresses == tuple(range(start, end, size))
-        and end <= memory.data_ptr() + memory.nbytes()
-        and all(map(Tensor.is_contiguous, tensors))
-    ):
-        rows = first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
-    else:
+    rows = as_rows(tensors)
+    if rows is None:
         rows = torch.stack(tensors)
         if any(t.dtype != rows.dtype or t._base is not None for t in tensors):
             return rows
@@ -528,6 +521,21 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
             known.clear()
         known[addresses] = rows
     return rows
+
+
+def as_rows(tensors: Tensors) -> Tensor | None:
+    """Return the tensor of which `tensors` are the rows; None if they are not the rows of one."""
+    first = tensors[0]
+    start, size = first.data_ptr(), first.nbytes
+    end = start + len(tensors) * size
+    memory = first.untyped_storage()
+    if (
+        list(map(Tensor.data_ptr, tensors)) == list(range(start, end, size))
+        and end <= memory.data_ptr() + memory.nbytes()
+        and all(map(Tensor.is_contiguous, tensors))
+    ):
+        return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+    return None
 
 
 def write_rows(tensors: Tensors, rows: Tensor, values: Tensor) -> None:
@@ -573,7 +581,8 @@ def cut_into_blocks(
                 pieces = [[column[i] for i in indexes] for column in columns]
             blocks.append(Block(indexes, pieces, stacks=True))
     uncut = []
-    for index in unstacked:
+    # In order, because `Block.select` takes a block of all members to be in order.
+    for index in sorted(unstacked):
         row = [column[index] for column in columns]
         if sizes[index] > _CPU_BLOCK and all(tensor.is_contiguous() for tensor in row):
             splits = (torch.split(tensor.view(-1), _CPU_BLOCK) for tensor in row)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.kernels import newton_schulz
-from torchpisa.kernels.foreach import rows_of
+from torchpisa.kernels.foreach import as_rows, rows_of
 from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, check_shapes, mark_changed
 from torchpisa.kernels.misa import ConsensusJob, block_shape
 from torchpisa.kernels.optional import without_triton
@@ -197,7 +197,7 @@ def find(
                 return f"{name} of a parameter is on another device, or not float32"
         # The counter stays on the device, where the kernels count.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
-    counters = _in_one(members, keys[2])
+    counters = _in_one(members, keys[2], plan is None)
     rows, copies = _local_rows(members, *keys, sigma_keys)
     # A copy is made in every step, so the next step must not match.
     fingerprint = [] if copies else _fingerprint(members, *keys)
@@ -270,7 +270,7 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
         # The counter stays on the device, where the kernels count.
         step = member.state["step"].to(member.param.device, torch.float32, non_blocking=True)
         member.state["step"] = step
-    counters = _in_one(members, "step")
+    counters = _in_one(members, "step", plan is None)
     rows: list[Row] = []
     shapes: list[tuple[int, int]] = []
     copies: list[Tensor] = []
@@ -459,18 +459,21 @@ def _local_rows(
     return rows, copies
 
 
-def _in_one(members: Sequence[Member], step: str) -> Tensor | None:
-    """Return all step counters as one tensor, to count them in one call; None if they cannot be.
+def _in_one(members: Sequence[Member], step: str, may_move: bool) -> Tensor | None:
+    """Return all step counters as one tensor, to count them in one call; None if they are apart.
 
-    They are not moved while a CUDA graph is captured, which would move them in every replay.
+    Args:
+        members: the parameters.
+        step: the key of the counters.
+        may_move: move them into one tensor. Only for the first plan: later there may be CUDA
+            graphs that count where they are.
     """
     counters = [member.state[step] for member in members]
     if len({counter.device for counter in counters}) > 1:
         return None
-    if counters[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    rows = rows_of(counters, owned=True)
-    return rows if rows.data_ptr() == counters[0].data_ptr() else None
+    if may_move and not (counters[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        rows_of(counters, owned=True)
+    return as_rows(counters)
 
 
 def _updated(
