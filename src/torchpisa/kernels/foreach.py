@@ -2,8 +2,8 @@
 
 On a CPU the tensors are divided into blocks that stay in the cache from one operation to the next:
 large tensors are cut into pieces, small ones share a block. Where many small tensors have one
-shape, calls cost more than the work, so they are stepped as rows of one tensor: parameters and
-gradients are copied into one, and the optimizer's own state stays in one.
+shape, calls cost more than the work, so they are stepped as rows of one tensor: their gradients are
+copied into one, and the optimizer's own state stays in one.
 """
 
 import math
