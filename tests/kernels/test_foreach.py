@@ -1,8 +1,11 @@
 """The foreach path equals the plain loop, over random mixes of shapes, dtypes and settings."""
 
+import copy
 import inspect
 import math
+import pickle
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa.kernels.foreach import rows_of
 
 SHAPES = [(), (1,), (7,), (0,), (3, 4), (5, 2), (2, 3, 4), (4, 1, 3, 3), (1, 6), (6, 1)]
 TOLERANCE = {
@@ -152,6 +156,7 @@ MIXES = {
     "large": LARGE,
     "some stacked": [(6, 5), (6, 5), *LARGE, *[(6, 5)] * 12],
     "all stacked": [(1000,)] * 70,  # too many for one block
+    "one block": [(6, 5), *[(40, 30)] * 11, (7,), (0,)],  # small and large by turns
 }
 
 
@@ -231,3 +236,166 @@ def test_a_stacked_tensor_may_be_replaced_between_steps():
         ends.append([*params, later])
     for p, q in zip(*ends, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def half_of_them(opt, params):
+    for p in params[::2]:
+        p.requires_grad_(False)
+        p.grad = None
+
+
+def new_memory(opt, params):
+    for p in params[:5]:
+        p.data = p.data.clone()
+
+
+def add_group(opt, params):
+    params.append(nn.Parameter(torch.full((20,), 0.5)))
+    opt.add_param_group({"params": params[-1:], "weight_decay": 0.1})
+
+
+def load(opt, params):
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+def tensor_lr(opt, params):
+    opt.param_groups[0]["lr"] = torch.tensor(0.02)
+
+
+def bfloat16(opt, params):
+    for p in params:
+        p.data = p.data.bfloat16()
+        p.grad = None
+
+
+def replace_state(opt, params):
+    for p in params[3:7]:
+        for key, value in opt.state[p].items():
+            if isinstance(value, torch.Tensor):
+                opt.state[p][key] = value.clone()
+
+
+def swap_memory_of_state(opt, params):
+    for p in params[3:7]:
+        for value in opt.state[p].values():
+            if isinstance(value, torch.Tensor):
+                value.data = value.data.clone()
+
+
+def state_in_views(opt, params):
+    flat = torch.cat([opt.state[p]["dual.0"].flatten() for p in params])
+    for p, view in zip(params, flat.split(20), strict=True):
+        opt.state[p]["dual.0"] = view
+
+
+def state_of_two_dtypes(opt, params):
+    for p in params[::3]:
+        for key, value in opt.state[p].items():
+            if key.startswith("mom"):
+                opt.state[p][key] = value.double()
+
+
+CHANGES = [
+    *(half_of_them, new_memory, add_group, load, tensor_lr, bfloat16, replace_state),
+    *(swap_memory_of_state, state_in_views, state_of_two_dtypes),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "own"),
+    [(SISA, {}), (SISA, {"sigma": 0.5, "rho": 10.0}), (SISA, {"batches": 3}), (MISA, {})],
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_stacked_tensors_after_a_change(change, cls, own):
+    """Whatever changes between steps, rows of tensors are found again, or made anew."""
+    if cls is MISA and change is state_in_views:
+        pytest.skip("its state has other names")
+    ends = []
+    for foreach in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(20, generator=generator)) for _ in range(12)]
+        opt = cls(params, foreach=foreach, **own)
+        for step in range(12):
+            if step == 4:  # in the middle of a round of three
+                change(opt, params)
+            if step == 8 and change is half_of_them:
+                for p in params:
+                    p.requires_grad_(True)
+            for p in params:
+                grad = torch.randn(20, generator=generator).to(p.dtype)
+                p.grad = grad if p.requires_grad else None
+            opt.step()
+        ends.append(params)
+    tolerance = 1e-2 if change is bfloat16 else 1e-5
+    for p, q in zip(*ends, strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("cls", [SISA, MISA])
+def test_a_copy_of_stacked_tensors_shares_nothing(cls, copied):
+    params = [nn.Parameter(torch.randn(20)) for _ in range(12)]
+    opt = cls(params)
+
+    def steps(opt, params):
+        torch.manual_seed(1)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(20)
+            opt.step()
+        return torch.stack([p.detach() for p in params])
+
+    steps(opt, params)
+    other_params, other = copied((params, opt))
+    first = steps(opt, params)
+    assert torch.equal(first, steps(other, other_params))
+    assert not torch.equal(first, steps(opt, params))
+
+
+def test_state_of_small_tensors_is_a_view_of_one_for_its_owner_only():
+    """Objects, values and bytes stay what they were, also of what is saved."""
+    params = [nn.Parameter(torch.randn(20)) for _ in range(12)]
+    opt = SISA(params)
+    held = [dict(opt.state[p]) for p in params]
+    before = opt.memory()
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn(20)
+        opt.step()
+    assert len({opt.state[p]["dual.0"].untyped_storage().data_ptr() for p in params}) == 1
+    for p, known in zip(params, held, strict=True):
+        for key, value in opt.state[p].items():
+            assert key == "arrived" or value is known[key]
+            assert key == "arrived" or value.shape in ((), (20,))
+    assert opt.memory() == before
+
+
+def test_user_views_of_state_stay_views():
+    """A tensor that is a view of the user's own memory is not moved out of it."""
+    params = [nn.Parameter(torch.randn(20)) for _ in range(12)]
+    opt = SISA(params)
+    flat = torch.zeros(240)
+    for p, view in zip(params, flat.split(20), strict=True):
+        opt.state[p]["dual.0"] = view
+    for p in params:
+        p.grad = torch.randn(20)
+    opt.step()
+    assert torch.equal(flat, torch.cat([opt.state[p]["dual.0"] for p in params]))
+    assert flat.abs().min() > 0
+
+
+def test_rows_of_tensors_that_only_look_adjacent():
+    """Memory of another owner is not taken for the next row."""
+    memory = numpy.arange(24, dtype=numpy.float32)
+    apart = [torch.from_numpy(memory[12 * i : 12 * i + 12]) for i in range(2)]
+    rows = rows_of(apart, owned=True)
+    rows += 1
+    assert torch.equal(torch.stack(apart), rows)
+    assert rows.tolist() == (memory.reshape(2, 12) + 1).tolist()
+
+
+def test_known_rows_are_bounded():
+    known = {}
+    for _ in range(600):
+        rows_of([torch.zeros(3) for _ in range(2)], True, known)
+    assert 0 < len(known) <= 256

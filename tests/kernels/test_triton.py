@@ -361,3 +361,30 @@ def test_a_consensus_with_a_proximal_term_is_left_to_others():
             opt.step()
         results.append(flat(params))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [SISA, torchpisa.SISA, torchpisa.MISA])
+def test_counters_stay_right_where_they_are_counted_together(make):
+    """Counters of all parameters are one tensor from the first step on, and move no more."""
+    ends = []
+    for kernel in ({"foreach": False}, {"fused": True}):
+        params = parameters([(7,), (30,), (5,)])
+        opt = make(params, capturable=True, **kernel)
+        key = next(name for name in opt.state[params[0]] if name.startswith("step"))
+        addresses = set()
+        for step in range(8):
+            give_gradients(params, seed=step)
+            if step in (2, 5):
+                params[1].grad = None
+            if step == 4:
+                opt.state[params[0]][key] = opt.state[params[0]][key].clone()
+            if step == 6:
+                opt.load_state_dict(opt.state_dict())
+            opt.step()
+            if step < 4:
+                addresses.add(tuple(opt.state[p][key].data_ptr() for p in params))
+        assert len(addresses) == 1
+        ends.append((flat(params), [opt.state[p][key].item() for p in params]))
+    (expected, counts), (actual, fused_counts) = ends
+    assert counts == fused_counts == [8, 6, 8]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

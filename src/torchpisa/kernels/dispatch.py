@@ -12,6 +12,7 @@ DTensor, because it may need all of it: right, but slow.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,6 @@ from torchpisa.kernels.job import (
     LocalJob,
     Member,
     check_shapes,
-    real,
 )
 from torchpisa.kernels.loop import LOOP
 from torchpisa.kernels.triton import plan as triton_plan
@@ -45,6 +45,7 @@ __all__ = [
     "supporting",
 ]
 
+_IS_CPU = attrgetter("is_cpu")
 _NO_CPU_KERNEL = "MISA has fused kernels for CUDA devices only"
 
 
@@ -72,14 +73,14 @@ def for_local_step(
         ValueError: `fused=True`, and it is not possible.
     """
     fused, foreach = settings["fused"], settings["foreach"]
+    params = [member.param for member in members]
     if members and (fused or (fused is None and foreach is None)):
         kernel_or_reason: Kernel | str
-        if not _on_cpu([member.param for member in members]):
+        if not _on_cpu(params):
             kernel_or_reason = triton_plan.find(
                 plans, (key, slot), members, preconditioner, slot, sigma_follows
             )
         elif fused:
-            params = [member.param for member in members]
             kernel_or_reason = native.obstacle(params, preconditioner) or native.NATIVE
         else:
             kernel_or_reason = "a C compiler runs only with fused=True"
@@ -87,7 +88,7 @@ def for_local_step(
             return kernel_or_reason
         if fused:
             raise ValueError(f"fused=True is not possible: {kernel_or_reason}")
-    return FOREACH if knows(preconditioner) and _uses_foreach(settings, members) else LOOP
+    return FOREACH if knows(preconditioner) and _uses_foreach(settings, params) else LOOP
 
 
 def supporting(kernel: Kernel, job: LocalJob) -> Kernel:
@@ -100,7 +101,8 @@ def supporting(kernel: Kernel, job: LocalJob) -> Kernel:
 
 def for_missed_batch(settings: Mapping[str, Any], members: Sequence[Member]) -> Kernel:
     """Return the kernel for the local step of a batch without gradients for the members."""
-    return FOREACH if _uses_foreach(settings, members) else LOOP
+    params = [member.param for member in members]
+    return FOREACH if _uses_foreach(settings, params) else LOOP
 
 
 def for_consensus(
@@ -115,12 +117,12 @@ def for_consensus(
     """Return the kernel for a consensus of pending sums; arguments as in `for_local_step`."""
     fused, foreach = settings["fused"], settings["foreach"]
     wanted = not sigma_follows and (fused or (fused is None and foreach is None))
-    on_cpu = _on_cpu([member.param for member in members])
-    if wanted and not on_cpu and consensus.proximal is None:
+    params = [member.param for member in members]
+    if wanted and not _on_cpu(params) and consensus.proximal is None:
         plan = triton_plan.find_consensus(plans, key, members)
         if not isinstance(plan, str):
             return plan
-    return FOREACH if keep is None and _uses_foreach(settings, members) else LOOP
+    return FOREACH if keep is None and _uses_foreach(settings, params) else LOOP
 
 
 def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa.ConsensusKernel:
@@ -135,16 +137,17 @@ def for_misa(job: misa.ConsensusJob, key: Hashable, plans: Plans | None) -> misa
         ValueError: `fused=True`, and it is not possible; or a tensor does not fit its parameter.
     """
     fused, foreach = job.settings["fused"], job.settings["foreach"]
+    params = [member.param for member in job.members]
     if plans is not None and (fused or (fused is None and foreach is None)):
         kernel_or_reason: misa.ConsensusKernel | str = _NO_CPU_KERNEL
-        if not _on_cpu([member.param for member in job.members]):
+        if not _on_cpu(params):
             kernel_or_reason = triton_plan.find_misa(plans, key, job)
         if not isinstance(kernel_or_reason, str):
             return kernel_or_reason
         if fused:
             raise ValueError(f"fused=True is not possible: {kernel_or_reason}")
     check_shapes(job.members, ("moment", "pending"))
-    return misa.FOREACH if _uses_foreach(job.settings, job.members) else misa.LOOP
+    return misa.FOREACH if _uses_foreach(job.settings, params) else misa.LOOP
 
 
 def check_fused(
@@ -194,13 +197,13 @@ def steps_local_parts(settings: Mapping[str, Any], preconditioner: Preconditione
     return settings["foreach"] is not False and knows(preconditioner)
 
 
-def _uses_foreach(settings: Mapping[str, Any], members: Sequence[Member]) -> bool:
+def _uses_foreach(settings: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
     """Return whether to use `foreach`: by default for plain tensors."""
     if settings["foreach"] is not None:
         return bool(settings["foreach"])
-    return all(type(real(member.param)) in PLAIN_TYPES for member in members)
+    return {*map(type, params)} <= PLAIN_TYPES
 
 
 def _on_cpu(params: Sequence[Tensor]) -> bool:
     """Return whether no parameter is for Triton, whose interpreter in tests takes CPU tensors."""
-    return "cpu" not in triton_plan.DEVICES and all(param.is_cpu for param in params)
+    return "cpu" not in triton_plan.DEVICES and all(map(_IS_CPU, params))

@@ -2,7 +2,8 @@
 
 On a CPU the tensors are divided into blocks that stay in the cache from one operation to the next:
 large tensors are cut into pieces, small ones share a block. Where many small tensors have one
-shape, calls cost more than the work, so they are copied into one tensor and stepped there.
+shape, calls cost more than the work, so they are stepped as rows of one tensor: their gradients are
+copied into one, and the optimizer's own state stays in one.
 """
 
 import math
@@ -21,6 +22,7 @@ from torchpisa.kernels.job import (
     Kernel,
     LocalJob,
     Member,
+    Rows,
     check_shapes,
     compute_dtype,
     keys_shaped_like_params,
@@ -43,12 +45,14 @@ __all__ = [
     "FOREACH",
     "Block",
     "Foreach",
-    "add_one",
+    "as_rows",
+    "count",
     "cut_into_blocks",
     "knows",
     "leave_out_nonfinite",
     "like",
     "one_if_equal",
+    "rows_of",
     "scalars",
     "write_back",
 ]
@@ -61,14 +65,15 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 _CPU_BLOCK = 2**16
 
 # On a CPU, at least `_FEWEST_STACKED` tensors of one shape and at most `_MAX_STACKED_SIZE` elements
-# each are copied into one tensor: this costs less than the calls that it saves.
+# each become rows of one tensor: this costs less than the calls that it saves.
 _MAX_STACKED_SIZE = 2**10
 _FEWEST_STACKED = 10
 
+# Rows to remember; more, as when other parameters have gradients in every step, are forgotten.
+_MOST_KNOWN = 256
+
 # With so many blocks or fewer, residuals that give sigma are kept for the step.
 _MAX_KEPT_BLOCKS = 2
-
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 _ELEMENTWISE = (Identity, SecondMoment, SpectralConsensus)
 
@@ -89,23 +94,20 @@ class Foreach:
         """Return whether the preconditioner is known, and the host knows that the batch counts."""
         return job.keep is None and knows(job.preconditioner)
 
-    @torch.no_grad()
     def local_step(self, job: LocalJob) -> None:
         """Take the local step, see `Kernel`."""
         keys = slot_keys(job.slot)
         check_shapes(job.members, keys_shaped_like_params(job.preconditioner, job.slot))
         for members in _by_dtype(job.members, keys.dual):
-            steps = [member.state[keys.step] for member in members]
-            add_one(steps)
+            counts = count([member.state[keys.step] for member in members], job.rows)
             if type(job.preconditioner) in _ELEMENTWISE:
-                _elementwise_step(job, members, keys)
+                _elementwise_step(job, members, keys, one_if_equal(counts))
             else:
                 _matrix_step(job, members, keys)
             if job.consensus is None:
                 for member in members:
                     member.state["arrived"] |= 1 << job.slot
 
-    @torch.no_grad()
     def residual_norm(self, job: LocalJob) -> list[Tensor]:
         """Return the norm of r for each member."""
         keys = slot_keys(job.slot)
@@ -117,7 +119,6 @@ class Foreach:
             norms += torch._foreach_norm(rs)
         return norms
 
-    @torch.no_grad()
     def take_consensus(
         self, members: list[Member], consensus: Consensus, keep: Tensor | None
     ) -> None:
@@ -131,8 +132,7 @@ class Foreach:
             if consensus.proximal is not None:
                 _take_consensus(consensus, same_dtype, params, totals, scales)
                 continue
-            # Stacking does not pay for one or two operations.
-            for block in cut_into_blocks([totals, params], stack=False):
+            for block in cut_into_blocks([totals, params]):
                 total_pieces, param_pieces = block.pieces
                 _take_consensus(
                     consensus, same_dtype, param_pieces, total_pieces, *block.select(scales)
@@ -145,26 +145,23 @@ FOREACH = Foreach()
 # Elementwise rules: step block by block
 
 
-def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
+def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, counts: Any) -> None:
     """Step parameters whose rule is elementwise."""
     rule, consensus = job.preconditioner, job.consensus
-    duals, moments, targets, steps = [], [], [], []
+    duals, moments, targets = [], [], []
     for param, _, state, _ in members:
         duals.append(state[keys.dual])
-        steps.append(state[keys.step])
         if isinstance(rule, SecondMoment):
             moments.append(state[keys.moment])
         if consensus is not None:
             targets.append(param)
-        else:
-            if not state["arrived"]:
-                state["pending"].zero_()
-            targets.append(state["pending"])
+    if consensus is None:
+        targets = _pending_sums(members)
     param = members[0].param
     dtype = torch.float32
     if not param.dtype == duals[0].dtype == dtype:
         dtype = compute_dtype(real(param), real(duals[0]))
-    columns = [_gradients(job, members, dtype), duals, targets]
+    columns = [_gradients(job, members, dtype), targets, duals]
     if moments:
         columns.append(moments)
     if param.is_complex():
@@ -173,14 +170,12 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
     if needs_whole_tensors:
         blocks = [Block(range(len(members)), columns)]
     else:
-        blocks = cut_into_blocks(columns)
-    counts: Any = steps
-    if steps[0].is_cpu:
-        counts = one_if_equal(list(map(Tensor.item, steps)))
+        blocks = cut_into_blocks(columns, not param.is_complex(), job.rows)
     ratios: Any
     scale: Any = None
     kept: list[Any] = []
     if job.sigma is None:
+        counts = _stacked_counts(counts, members[0].state[keys.level])
         sigma, kept = _update_sigmas(job, members, keys, blocks, counts)
         ratios = job.rho * sigma.reciprocal()
         if consensus is not None:
@@ -194,8 +189,8 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         factors = _root_factors(rule, ratios, counts)
     numbers = _in_dtype([scale, *factors], dtype, blocks)
     for index, block in enumerate(blocks):
-        block_columns, rs = kept[index] if kept else (block.gather(), None)
-        grads, stored, target_pieces, *moment_pieces = block_columns
+        block_columns, rs = kept[index] if kept else (block.gather(job.rows), None)
+        grads, target_pieces, stored, *moment_pieces = block_columns
         pis = stored if stored[0].dtype == dtype else like(stored, dtype)
         if rs is None:
             rs = _residuals(job, pis, grads)
@@ -212,14 +207,29 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> N
         torch._foreach_add_(pis, rs)
         torch._foreach_add_(rs, pis)
         if consensus is None:
-            _accumulate(job, target_pieces, rs)
+            _accumulate(job, target_pieces, block.spread(rs))
         else:
-            _take_consensus(consensus, members, target_pieces, rs, scale, may_overwrite=True)
+            if block.stacks and not isinstance(scale, float):
+                if consensus.consensus_decay == 0:  # one call for all rows
+                    torch._foreach_mul_(rs, scale)
+                    scale = 1.0
+                else:
+                    scale = block.spread(scale)
+            us = block.spread(rs)
+            _take_consensus(consensus, members, target_pieces, us, scale, may_overwrite=True)
         if job.dual_decay != 1:
             torch._foreach_mul_(pis, job.dual_decay)
         if pis is not stored:
             write_back(stored, pis, job.stochastic_rounding)
         block.store(block_columns)
+
+
+def _pending_sums(members: list[Member]) -> list[Tensor]:
+    """Return the sums of the round; those that no batch has contributed to yet are zero."""
+    for member in members:
+        if not member.state["arrived"]:
+            member.state["pending"].zero_()
+    return [member.state["pending"] for member in members]
 
 
 class _RootFactors(NamedTuple):
@@ -242,13 +252,13 @@ def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
     Args:
         rule: the preconditioner.
         ratios: rho / sigma, a number or a tensor with one per parameter.
-        counts: how often the moments were updated, a number or a list with one per parameter.
+        counts: how often the moments were updated, a number or one per parameter: a tensor if
+            `ratios` is one, else a list.
     """
     adam = rule.scheme == "adam"
     correction: Any
     if isinstance(ratios, Tensor) and ratios.dim() == 1:
-        steps = _stacked_counts(counts, ratios)
-        correction = (1 - rule.beta**steps) ** 0.5 if adam else 1.0
+        correction = (1 - rule.beta**counts) ** 0.5 if adam else 1.0
         return _RootFactors(
             scale=ratios / -correction,
             shift=-1.0 if rule.eps == 0 else -(1 + ratios * rule.eps),
@@ -293,12 +303,15 @@ def _in_dtype(numbers: Sequence[Any], dtype: torch.dtype, blocks: Sequence["Bloc
     return ready
 
 
-def add_one(steps: list[Tensor]) -> None:
-    """Add one to each step counter."""
-    if steps[0].is_cpu:  # a list of tensors takes a third of the time that a number takes
-        torch._foreach_add_(steps, [_ONE] * len(steps))
-    else:
+def count(steps: list[Tensor], known: Rows | None = None) -> list[Any]:
+    """Add one to each step counter; return the counts, as numbers if the host has them."""
+    if not steps[0].is_cpu:
         torch._foreach_add_(steps, 1.0)
+        return steps
+    rows = rows_of(steps, True, known)
+    write_rows(steps, rows, rows.add_(1))
+    counts: list[float] = rows.tolist()
+    return counts
 
 
 def scalars(values: Any, tensors: Tensors) -> Any:
@@ -356,18 +369,13 @@ def _update_sigmas(
     owners: list[int] = []
     norms, kept = [], []
     for block in blocks:
-        columns = block.gather() if keeps_residuals else block.pieces
-        grads, stored, *_ = columns
+        columns = block.gather(job.rows) if keeps_residuals else block.pieces
+        grads, _, stored, *_ = columns
         rs = _residuals(job, like(stored, grads[0].dtype), grads)
         norms.append(block.norms(rs))
         owners += block.indexes
         if keeps_residuals:
             kept.append((columns, rs))
-    sizes, old_sigmas, old_levels = [], [], []
-    for param, _, state, whole in members:
-        sizes.append((param if whole is None else whole).numel())
-        old_sigmas.append(state[keys.sigma])
-        old_levels.append(state[keys.level])
     norm = _norms_of_members(norms, owners, len(members))
     if members[0].whole is not None:
         from torchpisa.distributed import dtensor
@@ -375,21 +383,27 @@ def _update_sigmas(
         groups = dtensor.groups_of_parts(members[0].origin)
         norm = dtensor.summed(norm.square(), groups).sqrt()
     parts = 2 if members[0].param.is_complex() else 1
-    roots = [max(1, parts * size) ** 0.5 for size in sizes]
-    if norm.is_cpu:
-        rms = norm / torch.tensor(roots, dtype=norm.dtype, device="cpu")
-    else:  # a copy from the host would wait for the device
-        rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
-    sigma, level = torch.stack(old_sigmas), torch.stack(old_levels)
-    steps = _stacked_counts(counts, level)
-    new_sigma, level = sisa.followed(
-        sigma, level, rms.to(level.dtype), steps, rule.scheme, rule.beta
+    sizes, old_sigmas, old_levels = [], [], []
+    for param, _, state, whole in members:
+        sizes.append((param if whole is None else whole).numel())
+        old_sigmas.append(state[keys.sigma])
+        old_levels.append(state[keys.level])
+    if sizes.count(sizes[0]) == len(sizes):
+        rms = norm / max(1, parts * sizes[0]) ** 0.5
+    else:
+        roots = [max(1, parts * size) ** 0.5 for size in sizes]
+        if norm.is_cpu:
+            rms = norm / torch.tensor(roots, dtype=norm.dtype, device="cpu")
+        else:  # a copy from the host would wait for the device
+            rms = torch.stack(torch._foreach_div(norm.unbind(), roots))
+    sigma = rows_of(old_sigmas, norm.is_cpu, job.rows)
+    level = rows_of(old_levels, norm.is_cpu, job.rows)
+    new_sigma, new_level = sisa.followed(
+        sigma, level, rms.to(level.dtype), counts, rule.scheme, rule.beta
     )
-    new_sigma = new_sigma.clamp_(min=TINY)
-    torch._foreach_copy_(old_levels, level.unbind())
-    # Sigma grows in few steps, so a CPU mostly spares the copy; a device is not waited for.
-    if not sigma.is_cpu or not torch.equal(sigma, new_sigma):
-        torch._foreach_copy_(old_sigmas, new_sigma.unbind())
+    new_sigma.clamp_(min=TINY)
+    write_rows(old_sigmas, sigma, new_sigma)
+    write_rows(old_levels, level, new_level)
     return new_sigma, kept
 
 
@@ -421,31 +435,39 @@ class Block(NamedTuple):
 
     Attributes:
         indexes: the member that each piece belongs to.
-        pieces: columns of corresponding pieces, such as gradients and parameters; the first column
-            is only read.
+        pieces: columns of corresponding pieces: gradients, which are only read, what is updated
+            last, such as parameters, and the optimizer's own state.
         stacks: True if the pieces have one shape and are so small that it pays to compute with
-            copies of them in one tensor.
+            them as rows of one tensor.
     """
 
     indexes: Sequence[int]
     pieces: Sequence[Tensors]
     stacks: bool = False
 
-    def gather(self) -> Sequence[Tensors]:
-        """Return the columns to compute with."""
-        return [[torch.stack(column)] for column in self.pieces] if self.stacks else self.pieces
+    def gather(self, known: Rows | None = None) -> Sequence[Tensors]:
+        """Return the columns to compute with, see `rows_of`; the second column is as it was."""
+        if not self.stacks:
+            return self.pieces
+        grads, targets, *state = self.pieces
+        return [[torch.stack(grads)], targets, *([rows_of(c, True, known)] for c in state)]
+
+    def spread(self, column: Any) -> Any:
+        """Return the pieces, or numbers, of a column that was computed from gathered ones."""
+        spreads = self.stacks and isinstance(column, list | tuple)
+        return list(column[0].unbind()) if spreads else column
 
     def store(self, columns: Sequence[Tensors]) -> None:
-        """Write the columns that `gather` returned back if they are copies, except the first."""
+        """Write state back if `gather` has returned copies."""
         if self.stacks:
-            for pieces, (stack,) in zip(self.pieces[1:], columns[1:], strict=True):
-                torch._foreach_copy_(pieces, stack.unbind())
+            for pieces, (rows,) in zip(self.pieces[2:], columns[2:], strict=True):
+                write_rows(pieces, rows, rows)
 
     def norms(self, column: Tensors) -> Tensor:
         """Return the norm of each piece of a column, gathered or not."""
         if len(column) == len(self.indexes):
             return torch.stack(torch._foreach_norm(column))
-        norms: Tensor = torch.linalg.vector_norm(column[0].unsqueeze(-1).flatten(1), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(column[0].view(len(self.indexes), -1), dim=1)
         return norms
 
     def select(self, *numbers: Any) -> list[Any]:
@@ -471,23 +493,80 @@ class Block(NamedTuple):
         return selected
 
 
-def cut_into_blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Block]:
+def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
+    """Return tensors of one shape as the rows of one tensor, a copy unless they are there already.
+
+    Args:
+        tensors: of one shape.
+        owned: they are the optimizer's own: their memory is moved into the one tensor, so that it
+            is no copy, neither now nor in further steps. They stay the same objects.
+        known: the rows of earlier calls. They keep their memory alive, so tensors at the same
+            addresses are the same rows.
+    """
+    if not owned:
+        return torch.stack(tensors)
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    if known is not None and addresses in known:
+        return known[addresses]
+    rows = as_rows(tensors)
+    if rows is None:
+        rows = torch.stack(tensors)
+        if any(t.dtype != rows.dtype or t._base is not None for t in tensors):
+            return rows
+        for tensor, row in zip(tensors, rows.unbind(), strict=True):
+            tensor.set_(row)  # type: ignore[call-overload]
+        addresses = tuple(map(Tensor.data_ptr, tensors))
+    if known is not None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[addresses] = rows
+    return rows
+
+
+def as_rows(tensors: Tensors) -> Tensor | None:
+    """Return the tensor of which `tensors` are the rows; None if they are not the rows of one."""
+    first = tensors[0]
+    start, size = first.data_ptr(), first.nbytes
+    end = start + len(tensors) * size
+    memory = first.untyped_storage()
+    if (
+        list(map(Tensor.data_ptr, tensors)) == list(range(start, end, size))
+        and end <= memory.data_ptr() + memory.nbytes()
+        and all(map(Tensor.is_contiguous, tensors))
+    ):
+        return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+    return None
+
+
+def write_rows(tensors: Tensors, rows: Tensor, values: Tensor) -> None:
+    """Write `values` to tensors whose `rows_of` are `rows`, which may be `values` themselves."""
+    if rows.data_ptr() != tensors[0].data_ptr():
+        torch._foreach_copy_(tensors, values.unbind())
+    elif values is not rows:
+        rows.copy_(values)
+
+
+def cut_into_blocks(
+    columns: Sequence[Tensors], stack: bool = False, known: Rows | None = None
+) -> list[Block]:
     """Divide tensors into blocks; those that stack come first.
 
     Args:
-        columns: gradients, parameters and so on, in the same order and on one device. The first
-            column is only read.
-        stack: allow stacking, which pays from half a dozen operations on.
+        columns: the columns of `Block.pieces`, in the same order and on one device.
+        stack: allow stacking, which pays from half a dozen operations on. Views, as of complex
+            tensors, cannot be stacked, because their memory cannot be moved.
+        known: see `rows_of`.
     """
     first = columns[0]
+    if stack and known and tuple(map(Tensor.data_ptr, columns[2])) in known:
+        return [Block(range(len(first)), columns, stacks=True)]
     sizes = list(map(Tensor.numel, first))
-    fits_one_block = len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK
-    if fits_one_block or not first[0].is_cpu:
+    if not first[0].is_cpu or (len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK):
         return [Block(range(len(first)), columns)]
     unstacked: list[int] = []
     by_shape: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(first):
-        if stack and sizes[index] <= _MAX_STACKED_SIZE:
+        if stack and 0 < sizes[index] <= _MAX_STACKED_SIZE:
             by_shape.setdefault(tensor.shape, []).append(index)
         else:
             unstacked.append(index)
@@ -497,9 +576,13 @@ def cut_into_blocks(columns: Sequence[Tensors], stack: bool = True) -> list[Bloc
             unstacked += same_shape
             continue
         for indexes in _runs(same_shape, sizes):
-            blocks.append(Block(indexes, [[c[i] for i in indexes] for c in columns], stacks=True))
+            pieces = columns
+            if len(indexes) < len(first):
+                pieces = [[column[i] for i in indexes] for column in columns]
+            blocks.append(Block(indexes, pieces, stacks=True))
     uncut = []
-    for index in unstacked:
+    # In order, because `Block.select` takes a block of all members to be in order.
+    for index in sorted(unstacked):
         row = [column[index] for column in columns]
         if sizes[index] > _CPU_BLOCK and all(tensor.is_contiguous() for tensor in row):
             splits = (torch.split(tensor.view(-1), _CPU_BLOCK) for tensor in row)
@@ -543,10 +626,7 @@ def _matrix_step(job: LocalJob, members: list[Member], keys: SlotKeys) -> None:
     if job.consensus is not None:
         _take_consensus(job.consensus, members, params, deltas, _scales(job.consensus, members))
     else:
-        for member in members:
-            if not member.state["arrived"]:
-                member.state["pending"].zero_()
-        _accumulate(job, [real(member.state["pending"]) for member in members], deltas)
+        _accumulate(job, [real(total) for total in _pending_sums(members)], deltas)
     if job.dual_decay != 1:
         torch._foreach_mul_(duals, job.dual_decay)
     write_back(stored, duals, job.stochastic_rounding)
@@ -656,7 +736,7 @@ def _by_dtype(members: list[Member], key: str) -> list[list[Member]]:
     for member in members:
         param, grad, state, whole = member
         grad_dtype = None if grad is None else grad.dtype
-        shared = param.device, param.dtype, state[key].dtype, grad_dtype, whole is None
+        shared = param.get_device(), param.dtype, state[key].dtype, grad_dtype, whole is None
         lists.setdefault(shared, []).append(member)
     return list(lists.values())
 
@@ -667,10 +747,9 @@ def _gradients(job: LocalJob, members: list[Member], dtype: torch.dtype) -> Tens
     if members[0].grad is None:
         grads = [torch.zeros_like(real(member.param), dtype=dtype) for member in members]
     else:
-        stored = []
-        for member in members:
-            assert member.grad is not None
-            stored.append(member.grad if not member.grad.is_complex() else real(member.grad))
+        stored: list[Any] = [member.grad for member in members]
+        if stored[0].is_complex():
+            stored = [real(grad) for grad in stored]
         grads = stored if stored[0].dtype == dtype else like(stored, dtype)
         if job.flags is not None:
             pairs = zip(job.members, job.flags, strict=True)

@@ -19,6 +19,7 @@ __all__ = [
     "Kernel",
     "LocalJob",
     "Member",
+    "Rows",
     "check_shapes",
     "compute_dtype",
     "keys_shaped_like_params",
@@ -29,10 +30,14 @@ __all__ = [
 
 
 # torch's own types of parameters; one of another type may be sharded (a DTensor).
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 # Stands in for a sigma that has seen no gradient yet.
 TINY = 1e-30
+
+
+# State of small tensors, as the rows of one tensor, by their addresses.
+Rows = dict[tuple[int, ...], Tensor]
 
 
 class Member(NamedTuple):
@@ -81,7 +86,9 @@ class Consensus(NamedTuple):
             total_sigma: S for one parameter, or for several in one tensor; None if all share one.
         """
         total: Any = self.total_sigma if total_sigma is None else total_sigma
-        scale: Scalar = self.lr / (total + self.lr * self.consensus_decay)
+        if self.consensus_decay != 0:
+            total = total + self.lr * self.consensus_decay
+        scale: Scalar = self.lr / total
         return scale
 
     def total(self, member: Member) -> Scalar:
@@ -119,6 +126,7 @@ class LocalJob:
             with `finds_nonfinite`.
         flags: numbers on the device, one per member, to set where a gradient is not finite, which
             then counts as zero; None to not check. For kernels with `takes_flags`.
+        rows: what `foreach.rows_of` remembers from step to step.
     """
 
     members: list[Member]
@@ -137,6 +145,7 @@ class LocalJob:
     clip_scale: Tensor | None = None
     search: bool = False
     flags: Sequence[Tensor] | None = None
+    rows: Rows | None = None
 
     @property
     def penalty(self) -> Scalar:
@@ -211,10 +220,11 @@ def check_shapes(members: Iterable[Member], keys: Iterable[str]) -> None:
                 f"{tuple(grad.shape)} for a parameter of shape {tuple(shape)}"
             )
         for key in keys:
-            if key in state and state[key].shape != shape:
+            tensor = state.get(key)
+            if tensor is not None and tensor.shape != shape:
                 raise ValueError(
                     f"a parameter must keep the shape that its state has, got a parameter of shape "
-                    f"{tuple(shape)} with {key} of shape {tuple(state[key].shape)}: make a "
+                    f"{tuple(shape)} with {key} of shape {tuple(tensor.shape)}: make a "
                     "new optimizer after parameters were resized, or give the new parameter to "
                     "add_param_group"
                 )
@@ -230,13 +240,29 @@ def keys_shaped_like_params(preconditioner: Preconditioner, slot: int) -> list[s
     return [keys.dual, "pending"]
 
 
-def mark_changed(params: Iterable[Tensor]) -> None:
+def _takes_lists() -> bool:
+    """Return whether torch counts the versions of many tensors in one call."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except TypeError:  # torch 2.6
+        return False
+    return True
+
+
+_TAKES_LISTS = _takes_lists()
+
+
+def mark_changed(params: Sequence[Tensor]) -> None:
     """Tell autograd that code outside torch has written to `params`.
 
     A backward pass through their earlier values then raises, as after any optimizer step.
     """
-    for param in params:  # one by one: older versions of torch take no lists
-        torch.autograd.graph.increment_version(param)
+    increment_version = torch.autograd.graph.increment_version
+    if _TAKES_LISTS:
+        increment_version(params)
+    else:
+        for param in params:
+            increment_version(param)
 
 
 def compute_dtype(param: Tensor, state: Tensor) -> torch.dtype:

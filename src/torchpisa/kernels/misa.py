@@ -17,7 +17,7 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.kernels import newton_schulz
 from torchpisa.kernels.foreach import (
     Tensors,
-    add_one,
+    count,
     cut_into_blocks,
     leave_out_nonfinite,
     like,
@@ -216,9 +216,7 @@ def _loop_average(job: ConsensusJob, member: Member, grad: Tensor) -> tuple[Tens
 
 
 def _foreach_step(job: ConsensusJob) -> None:
-    steps = [member.state["step"] for member in job.members]
-    add_one(steps)
-    counts: list[Any] = [step.item() for step in steps] if steps[0].is_cpu else steps
+    counts = count([member.state["step"] for member in job.members])
     params = [real(member.param) for member in job.members]
     duals = [real(member.state["dual"]) for member in job.members]
     if job.matrix:
@@ -226,10 +224,11 @@ def _foreach_step(job: ConsensusJob) -> None:
         return
     moments = [real(member.state["moment"]) for member in job.members]
     beta = job.settings["beta"]
-    corrections: Any = [(1 - beta**count) ** 0.5 for count in counts]
-    if steps[0].is_cpu:
+    corrections: Any = [(1 - beta**step) ** 0.5 for step in counts]
+    if not isinstance(corrections[0], Tensor):
         corrections = one_if_equal(corrections)
-    for block in cut_into_blocks([gradients(job), params, duals, moments]):
+    stack = not job.members[0].param.is_complex()
+    for block in cut_into_blocks([gradients(job), params, duals, moments], stack):
         columns = block.gather()
         grads, ws, pis, stored = columns
         rs, us = _average(job, pis, grads)
@@ -241,7 +240,7 @@ def _foreach_step(job: ConsensusJob) -> None:
         torch._foreach_div_(roots, scalars(block.select(corrections)[0], roots))
         torch._foreach_add_(roots, scalars(job.settings["eps"], roots))
         torch._foreach_div_(us, roots)
-        _move_weights(job, ws, us, 1.0)
+        _move_weights(job, ws, block.spread(us), 1.0)
         block.store(columns)
 
 
@@ -279,7 +278,7 @@ def _foreach_step_matrices(
     torch._foreach_add_(averages, squares, alpha=1 - beta)
     write_back(stored, averages, settings["stochastic_rounding"])
     roots = torch._foreach_sqrt(averages)
-    torch._foreach_div_(roots, scalars([(1 - beta**count) ** 0.5 for count in counts], roots))
+    torch._foreach_div_(roots, scalars([(1 - beta**step) ** 0.5 for step in counts], roots))
     torch._foreach_add_(roots, scalars(settings["eps"], roots))
     torch._foreach_div_(os, roots)
     _move_weights(job, params, os, misa.RMS)

@@ -17,7 +17,7 @@ from torchpisa.algorithms.pisa import Scalar
 from torchpisa.checks import check_range
 from torchpisa.kernels import dispatch
 from torchpisa.kernels.foreach import knows
-from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, sigma_of
+from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, Rows, sigma_of
 from torchpisa.kernels.loop import add_dual
 from torchpisa.optim import arguments
 from torchpisa.penalty import LARGEST_SIGMA, grown
@@ -80,6 +80,7 @@ class Part:
         group: its settings.
         params: the parameters.
         rule: their rule.
+        rows: what kernels remember of the parameters' state from step to step.
     """
 
     def __init__(self, group_index: int, group: Group, params: list[Tensor], rule: Rule) -> None:
@@ -89,6 +90,7 @@ class Part:
         self.rule = rule
         self._built_for: tuple[Any, ...] | None = None
         self._preconditioner: Preconditioner | None = None
+        self.rows: Rows = {}
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -278,6 +280,7 @@ def local_job(
         keep=keep,
         consensus=numbers,
         stochastic_rounding=group["stochastic_rounding"],
+        rows=part.rows,
     )
 
 

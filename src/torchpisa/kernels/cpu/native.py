@@ -107,7 +107,7 @@ class Native:
         threads = torch.get_num_threads() if elements >= _MIN_FOR_THREADS else 1
         step(rows, len(supported), ctypes.byref(numbers), threads)
         if job.consensus is not None:
-            mark_changed(member.param for member in supported)
+            mark_changed([member.param for member in supported])
         else:
             for member in supported:
                 member.state["arrived"] |= 1 << job.slot

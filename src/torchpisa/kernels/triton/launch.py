@@ -102,8 +102,7 @@ def _measure_residual(
     maximize: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the largest |r| in each block, and the sum of squares of r relative to it."""
-    memory = torch.empty(2, launch.blocks, dtype=torch.float32, device=launch.kind.device)
-    largest, squares = memory
+    largest, squares = launch.of_blocks
     elementwise.measure_kernel[(launch.blocks,)](
         launch.table,
         launch.tensor_of,
@@ -167,8 +166,8 @@ def _move_matrices(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: boo
     rounding = {"STOCHASTIC": settings["stochastic_rounding"]}
     reads: dict[str, Any] = {"MAXIMIZE": job.maximize, "SEARCH": job.search, **_dtypes(launch)}
     param_dtype = reads.pop("PARAM_DTYPE")
-    largest, squares = torch.empty(2, launch.blocks, dtype=torch.float32, device=device)
-    peaks, norms = torch.empty(2, tensors, dtype=torch.float32, device=device)
+    largest, squares = launch.of_blocks
+    peaks, norms = launch.of_rows
     misa_kernels.measure_kernel[(launch.blocks,)](
         launch.table, launch.tensor_of, largest, squares, launch.nonfinite, keep, *scales, *numbers,
         **reads, BLOCK=BLOCK,
@@ -254,13 +253,12 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
 
 def _update_sigmas(job: LocalJob, launch: Launch, rule: SecondMoment) -> list[Scalar]:
     """Update each parameter's sigma; return rho/sigma and lr/(S + lr lambda), one per parameter."""
-    device, tensors = launch.kind.device, len(launch.order)
-    ratios, scales = torch.empty(2, tensors, dtype=torch.float32, device=device)
+    ratios, scales = launch.of_rows
     largest, squares = _measure_residual(
         launch, job.grad_scale, job.clip_scale, job.weight_decay, job.maximize
     )
     numbers, on_device = _numbers(launch, job.rho, job.consensus.lr if job.consensus else 0.0)
-    elementwise.sigma_kernel[(tensors,)](
+    elementwise.sigma_kernel[(len(launch.order),)](
         launch.table,
         largest,
         squares,
@@ -287,8 +285,8 @@ def _newton_schulz_step(job: LocalJob, launch: Launch, rule: NewtonSchulz) -> No
     keep, grad_scale = _on_device_of(job.keep, launch), _on_device_of(job.grad_scale, launch)
     seed = _seed(job.stochastic_rounding, launch)
     _count(launch, keep)
-    largest, squares = torch.empty(2, launch.blocks, dtype=torch.float32, device=device)
-    peaks, norms = torch.empty(2, tensors, dtype=torch.float32, device=device)
+    largest, squares = launch.of_blocks
+    peaks, norms = launch.of_rows
     gradient = _gradient_flags(job)
     dtypes = _dtypes(launch)
     search = {"NESTEROV": rule.nesterov, "SEARCH": job.search}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpisa.kernels import newton_schulz
+from torchpisa.kernels.foreach import as_rows, rows_of
 from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, check_shapes, mark_changed
 from torchpisa.kernels.misa import ConsensusJob, block_shape
 from torchpisa.kernels.optional import without_triton
@@ -80,7 +81,7 @@ class Plan:
             with _on(each.kind.device):
                 launch.local_step(job, each)
         if job.consensus is not None:
-            mark_changed(member.param for member in job.members)
+            mark_changed([member.param for member in job.members])
         else:
             for member in job.members:
                 member.state["arrived"] |= 1 << job.slot
@@ -115,7 +116,7 @@ class Plan:
         for each in self.launches:
             with _on(each.kind.device):
                 launch.take_consensus(consensus, keep, each)
-        mark_changed(member.param for member in members)
+        mark_changed([member.param for member in members])
 
 
 @dataclass
@@ -129,7 +130,7 @@ class MisaPlan(Plan):
         for each in self.launches:
             with _on(each.kind.device):
                 launch.misa_step(job, each)
-        mark_changed(member.param for member in job.members)
+        mark_changed([member.param for member in job.members])
         self.copies.clear()
 
     def residual_norms(self, job: ConsensusJob) -> list[Tensor]:
@@ -196,6 +197,7 @@ def find(
                 return f"{name} of a parameter is on another device, or not float32"
         # The counter stays on the device, where the kernels count.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
+    counters = _in_one(members, keys[2], plan is None)
     rows, copies = _local_rows(members, *keys, sigma_keys)
     # A copy is made in every step, so the next step must not match.
     fingerprint = [] if copies else _fingerprint(members, *keys)
@@ -207,6 +209,8 @@ def find(
     plan = plans[key] = _updated(plan, rows, fingerprint, matrices, Plan)
     for launch in plan.launches:
         launch.steps = [members[number].state[keys[2]] for number in launch.order]
+    if len(plan.launches) == 1 and counters is not None:
+        plan.launches[0].steps = [counters]
     plan.copies = copies
     return plan
 
@@ -262,6 +266,11 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
     if job.matrix and not job.whole_here:
         return "matrices are sharded or shared by replicas, so each has to go to its owner first"
     check_shapes(members, ("dual", "moment"))
+    for member in members:
+        # The counter stays on the device, where the kernels count.
+        step = member.state["step"].to(member.param.device, torch.float32, non_blocking=True)
+        member.state["step"] = step
+    counters = _in_one(members, "step", plan is None)
     rows: list[Row] = []
     shapes: list[tuple[int, int]] = []
     copies: list[Tensor] = []
@@ -277,7 +286,6 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
         rows_missing = "rows" not in state or average.numel() != count * height
         if job.matrix and job.settings["row_beta"] is not None and rows_missing:
             return "a parameter has not one mean square per row in its state"
-        state["step"] = state["step"].to(param.device, torch.float32, non_blocking=True)
         grad = _laid_out_like(param, given_grad, copies)
         size = param.numel() // count
         block_bytes = [size * tensor.itemsize for tensor in (param, grad, dual)]
@@ -310,6 +318,8 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
     for launch in updated.launches:
         launch.members = [number // count for number in launch.order]
         launch.steps = [members[number].state["step"] for number in dict.fromkeys(launch.members)]
+    if len(updated.launches) == 1 and counters is not None:
+        updated.launches[0].steps = [counters]
     updated.copies = copies
     return updated
 
@@ -447,6 +457,23 @@ def _local_rows(
             )
         )
     return rows, copies
+
+
+def _in_one(members: Sequence[Member], step: str, may_move: bool) -> Tensor | None:
+    """Return all step counters as one tensor, to count them in one call; None if they are apart.
+
+    Args:
+        members: the parameters.
+        step: the key of the counters.
+        may_move: move them into one tensor. Only for the first plan: later there may be CUDA
+            graphs that count where they are.
+    """
+    counters = [member.state[step] for member in members]
+    if len({counter.device for counter in counters}) > 1:
+        return None
+    if may_move and not (counters[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        rows_of(counters, owned=True)
+    return as_rows(counters)
 
 
 def _updated(

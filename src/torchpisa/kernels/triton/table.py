@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class Launch:
         first_block: the first block of each row and, at the end, the number of blocks.
         nonfinite: a flag per row, set where a gradient is not finite.
         seen: host memory for a copy of the flags.
-        steps: the step counters of the parameters.
+        steps: the step counters of the parameters, or one tensor of which they are the entries.
         aligned: True if all addresses are multiples of 16.
         chunks: for matrices, the batches that are orthogonalised together.
         tall: for matrices, a flag per row: more rows than columns.
@@ -74,6 +75,20 @@ class Launch:
     steps: list[Tensor] = field(default_factory=list)
     chunks: list[newton_schulz.Chunk] = field(default_factory=list)
     tall: Tensor | None = None
+
+    @cached_property
+    def of_blocks(self) -> tuple[Tensor, Tensor]:
+        """Memory for two numbers per block, which a step overwrites."""
+        return self._memory(self.blocks)
+
+    @cached_property
+    def of_rows(self) -> tuple[Tensor, Tensor]:
+        """Memory for two numbers per row, which a step overwrites."""
+        return self._memory(len(self.order))
+
+    def _memory(self, count: int) -> tuple[Tensor, Tensor]:
+        one, other = torch.empty(2, count, dtype=torch.float32, device=self.kind.device)
+        return one, other
 
 
 def build(rows: Sequence[Row], matrices: Matrices | None, captured: list[Tensor]) -> list[Launch]:
