@@ -88,7 +88,7 @@ def broken_job(key, shape):
 
 
 def step_fused(job):
-    plan.find({}, "key", job.members, job.preconditioner, 0, False)
+    plan.find({}, "key", job.members, job.preconditioner, 0, False, False)
 
 
 KERNELS = {
@@ -125,7 +125,7 @@ def test_fused_kernels_take_state_of_one_dtype_only(monkeypatch):
     monkeypatch.setattr(plan, "DEVICES", ["cuda", "cpu"])
     job = broken_job("moment.0", (9,))
     job.members[0].state["moment.0"] = torch.zeros(9, dtype=torch.bfloat16)
-    found = plan.find({}, "key", job.members, job.preconditioner, 0, False)
+    found = plan.find({}, "key", job.members, job.preconditioner, 0, False, False)
     assert found == "state of one parameter is of several dtypes"
 
 

@@ -78,7 +78,8 @@ def for_local_step(
         kernel_or_reason: Kernel | str
         if not _on_cpu(params):
             kernel_or_reason = triton_plan.find(
-                plans, (key, slot), members, preconditioner, slot, sigma_follows
+                *(plans, (key, slot), members, preconditioner, slot, sigma_follows),
+                settings["capturable"],
             )
         elif fused:
             kernel_or_reason = native.obstacle(params, preconditioner) or native.NATIVE

@@ -155,6 +155,7 @@ def find(
     preconditioner: Preconditioner,
     slot: int,
     sigma_follows: bool,
+    capturable: bool,
 ) -> Plan | str:
     """Return the plan for a local step over `members`, or the reason why there is none.
 
@@ -165,6 +166,7 @@ def find(
         preconditioner: solves for d.
         slot: the batch.
         sigma_follows: True if sigma follows the gradients.
+        capturable: True if CUDA graphs may hold the addresses of state.
     """
     memory = _MEMORY.get(type(preconditioner))
     if memory is None:
@@ -197,7 +199,7 @@ def find(
                 return f"{name} of a parameter is on another device, or not float32"
         # The counter stays on the device, where the kernels count.
         state[keys[2]] = state[keys[2]].to(param.device, torch.float32, non_blocking=True)
-    counters = _in_one(members, keys[2], plan is None)
+    counters = _in_one(members, keys[2], may_move=plan is None and not capturable)
     rows, copies = _local_rows(members, *keys, sigma_keys)
     # A copy is made in every step, so the next step must not match.
     fingerprint = [] if copies else _fingerprint(members, *keys)
@@ -270,7 +272,8 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
         # The counter stays on the device, where the kernels count.
         step = member.state["step"].to(member.param.device, torch.float32, non_blocking=True)
         member.state["step"] = step
-    counters = _in_one(members, "step", plan is None)
+    may_move = plan is None and not job.settings["capturable"]
+    counters = _in_one(members, "step", may_move)
     rows: list[Row] = []
     shapes: list[tuple[int, int]] = []
     copies: list[Tensor] = []
@@ -465,13 +468,13 @@ def _in_one(members: Sequence[Member], step: str, may_move: bool) -> Tensor | No
     Args:
         members: the parameters.
         step: the key of the counters.
-        may_move: move them into one tensor. Only for the first plan: later there may be CUDA
-            graphs that count where they are.
+        may_move: move them into one tensor, which a CUDA graph that counts where they are would
+            not notice.
     """
     counters = [member.state[step] for member in members]
     if len({counter.device for counter in counters}) > 1:
         return None
-    if may_move and not (counters[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    if may_move:
         rows_of(counters, owned=True)
     return as_rows(counters)
 
