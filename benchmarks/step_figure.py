@@ -26,10 +26,12 @@ Row = dict[str, Any]
 def markdown(results: list[Result], picture: str) -> str:
     """Return tables of the results of one device, with a column per model."""
     first = results[0]
-    config, hardware, versions = first["config"], first["hardware"], first["versions"]
     speeds = ", ".join(f"{r['config']['model']} {r['copy_gb_per_s']:,.0f}" for r in results)
-    where = hardware["gpu"] or f"{hardware['cpu']}, {config['threads']} threads"
-    others = ", ".join(f"{name} {version}" for name, version in versions.items())
+    where = machine(first)
+    others = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    if first["hardware"]["gpu"] is None:
+        threads = (f"{r['config']['model']} {r['config']['threads']}" for r in results)
+        others += f". Threads: {', '.join(threads)}"
     everything = [name for name in measured(results) if not matrices_only(results, name)]
     matrices = [name for name in measured(results) if matrices_only(results, name)]
     parts = [
@@ -55,6 +57,11 @@ def markdown(results: list[Result], picture: str) -> str:
     if remarks:
         parts.append("\n".join(remarks))
     return "\n\n".join(parts) + "\n"
+
+
+def machine(result: Result) -> str:
+    """Return the name of the GPU or CPU that a result was measured on."""
+    return str(result["hardware"]["gpu"] or result["hardware"]["cpu"])
 
 
 def measured(results: list[Result]) -> list[str]:
@@ -241,6 +248,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = []
     for device in ("cuda", "cpu"):
         of_device = [result for result in results if result["config"]["device"] == device]
+        machines = dict.fromkeys(map(machine, of_device))
+        if len(machines) > 1:
+            parser.error(f"files for {device} must be of one machine, got {', '.join(machines)}")
         if of_device:
             picture = folder / f"{args.name}_{device}.svg"
             draw(of_device, picture)

@@ -270,7 +270,9 @@ def test_state_is_counted_once_however_deep() -> None:
     assert stopwatch.state_bytes(opt, problem.params) == 4 * (10 + 3)
 
 
-def test_figure_and_tables(measure: Measure, tmp_path: Path) -> None:
+def test_figure_and_tables(
+    measure: Measure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     result = measure([DEFAULTS, BROKEN], [MATRICES])
     del result["by_name"]
@@ -291,6 +293,14 @@ def test_figure_and_tables(measure: Measure, tmp_path: Path) -> None:
     assert text.count(f"| **{DEFAULTS.name}** | {row['ms']:.3g} ({ratio:.2f}) | 8.0 |") == 2
     assert f"- {BROKEN.name}: ValueError: sigma" in text
     assert f"| **{BROKEN.name}**" not in text
+    assert "Threads: tiny 1" in text
+    result["hardware"]["gpu"] = "another GPU"
+    (tmp_path / "other.json").write_text(json.dumps(result))
+    with pytest.raises(SystemExit):
+        step_figure.main([*map(str, files), str(tmp_path / "other.json")])
+    assert "files for cuda must be of one machine, got some GPU, another GPU" in (
+        capsys.readouterr().err
+    )
 
 
 def test_matrices_are_compared_with_the_fastest_of_the_others() -> None:
