@@ -307,6 +307,8 @@ def test_images() -> None:
     readme = words("README.md")
     assert f"ends at {vgg['misa']} % with it, at {adams_rate} % with `lr=1e-3`, and at" in readme
     assert f"and at {vgg['adam']} % with Adam" in readme
+    both = f"gets {vgg['misa']} % with the defaults and {adams_rate} % with an `lr` of 1e-3"
+    assert both in page("misa")
     assert f"as Muon does ({vgg['muon']} at the end)" in text
     sisa, sgd = means("vision_paper", "last", "model").values()
     assert f"ends at {sisa:.1f} %, SGD at {sgd:.1f} %, one seed each" in text
