@@ -53,7 +53,9 @@ def run(args: argparse.Namespace, sets: list[list[Row]]) -> dict[str, Any]:
         # Not for the sake of rows that failed, unless a reference has nothing yet.
         if any(e.running for e in entries) or any(e.running and not e.samples for e in turns):
             print(f"set {number} of {len(sets)}: in turn, {args.repeats} times", flush=True)
-            medians = round_robin([copy, *turns, *entries], args.repeats, problem)
+            # The copy goes first: between steps it would empty the caches of small models.
+            medians = round_robin([copy], args.repeats, problem)
+            medians |= round_robin([*turns, *entries], args.repeats, problem)
         done += [describe(entry, medians, copy) for entry in entries]
         for entry in entries:
             entry.close()

@@ -10,7 +10,6 @@ it (before 3.12). The measured step follows a few others, so all caches are fill
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 import torchpisa
+from benchmarks.distributed.processes import start
 from torchpisa import MISA, NSISA, SISA, federated
 
 __all__ = ["LIMITS", "Walk", "main", "walks"]
@@ -82,24 +82,15 @@ def step_of(make: Callable[..., Any], **settings: Any) -> Walk:
 
 def ddp_round() -> Walk:
     """Return the walk of a step that ends a round, backward pass included, on one of two ranks."""
-    from torch import multiprocessing
-
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (folder,), nprocs=2)
-        lines = (Path(folder) / "walk").read_text().splitlines()
-    return Walk([(file, name) for file, name in (line.split() for line in lines)])
+    return Walk([(file, name) for file, name in start(_ddp_calls, 2)])
 
 
-def _rank(rank: int, folder: str) -> None:
+def _ddp_calls() -> list[tuple[str, str]]:
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
     from torchpisa.distributed import attach
 
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 3))
     optimizer = SISA(model.parameters(), process_group=distributed.group.WORLD)
@@ -112,11 +103,7 @@ def _rank(rank: int, folder: str) -> None:
 
     for _ in range(5):
         train()
-    walk = follow(train)
-    if rank == 0:
-        text = "\n".join(f"{file} {name}" for file, name in walk.calls)
-        (Path(folder) / "walk").write_text(text)
-    distributed.destroy_process_group()
+    return follow(train).calls
 
 
 def federated_round() -> Walk:

@@ -13,4 +13,3 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let benchmarks fork their processes from one that has imported torch."""
     start = partial(start_processes, start_method=CONTEXT.get_start_method())
     monkeypatch.setattr("benchmarks.distributed.processes.start_processes", start)
-    monkeypatch.setattr("torch.multiprocessing.spawn", start)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa.kernels import foreach as foreach_kernel
 from torchpisa.kernels.foreach import rows_of
 
 SHAPES = [(), (1,), (7,), (0,), (3, 4), (5, 2), (2, 3, 4), (4, 1, 3, 3), (1, 6), (6, 1)]
@@ -173,8 +174,9 @@ MIXES = {
         (MISA, {"ns_dtype": None}),
     ],
 )
-def test_blocks_of_large_and_small_tensors_equal_the_loop(cls, own, batches, mix):
+def test_blocks_of_large_and_small_tensors_equal_the_loop(cls, own, batches, mix, monkeypatch):
     """On a CPU large tensors are cut and small ones stacked, in whatever order they come."""
+    monkeypatch.setattr(foreach_kernel, "_CPU_BLOCK", 2**16)
     ends = []
     for foreach in (False, True):
         generator = torch.Generator().manual_seed(0)

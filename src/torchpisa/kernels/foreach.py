@@ -61,8 +61,10 @@ __all__ = [
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 # Elements of a block on a CPU. Half a dozen float32 tensors of this size fit in a cache; smaller
-# blocks would cost more calls than they save.
-_CPU_BLOCK = 2**16
+# blocks would cost more calls than they save. torch gives a thread 2**15 elements or more, so
+# blocks are larger where more than four threads share them.
+_CPU_BLOCK = 2**17
+_CPU_BLOCK_PER_THREAD = 2**15
 
 # On a CPU, at least `_FEWEST_STACKED` tensors of one shape and at most `_MAX_STACKED_SIZE` elements
 # each become rows of one tensor: this costs less than the calls that it saves.
@@ -261,10 +263,10 @@ def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
         correction = (1 - rule.beta**counts) ** 0.5 if adam else 1.0
         return _RootFactors(
             scale=ratios / -correction,
-            shift=-1.0 if rule.eps == 0 else -(1 + ratios * rule.eps),
+            shift=-1.0 if rule.eps == 0 else -1 - ratios * rule.eps,
             cap=math.inf if rule.eta == math.inf else rule.eta * correction + 0 * ratios,
         )
-    shift = -(1 + ratios * rule.eps)
+    shift = -1 - ratios * rule.eps
     if not isinstance(counts, list) or not adam:
         correction = (1 - rule.beta**counts) ** 0.5 if adam else 1.0
         return _RootFactors(-ratios / correction, shift, rule.eta * correction)
@@ -561,7 +563,8 @@ def cut_into_blocks(
     if stack and known and tuple(map(Tensor.data_ptr, columns[2])) in known:
         return [Block(range(len(first)), columns, stacks=True)]
     sizes = list(map(Tensor.numel, first))
-    if not first[0].is_cpu or (len(first) < _FEWEST_STACKED and sum(sizes) <= _CPU_BLOCK):
+    most = max(_CPU_BLOCK, _CPU_BLOCK_PER_THREAD * torch.get_num_threads())
+    if not first[0].is_cpu or (len(first) < _FEWEST_STACKED and sum(sizes) <= most):
         return [Block(range(len(first)), columns)]
     unstacked: list[int] = []
     by_shape: dict[torch.Size, list[int]] = {}
@@ -575,7 +578,7 @@ def cut_into_blocks(
         if len(same_shape) < _FEWEST_STACKED:
             unstacked += same_shape
             continue
-        for indexes in _runs(same_shape, sizes):
+        for indexes in _runs(same_shape, sizes, most):
             pieces = columns
             if len(indexes) < len(first):
                 pieces = [[column[i] for i in indexes] for column in columns]
@@ -584,24 +587,24 @@ def cut_into_blocks(
     # In order, because `Block.select` takes a block of all members to be in order.
     for index in sorted(unstacked):
         row = [column[index] for column in columns]
-        if sizes[index] > _CPU_BLOCK and all(tensor.is_contiguous() for tensor in row):
-            splits = (torch.split(tensor.view(-1), _CPU_BLOCK) for tensor in row)
+        if sizes[index] > most and all(tensor.is_contiguous() for tensor in row):
+            splits = (torch.split(tensor.view(-1), most) for tensor in row)
             blocks += [
                 Block([index], [[t] for t in pieces]) for pieces in zip(*splits, strict=True)
             ]
         else:
             uncut.append(index)
-    for indexes in _runs(uncut, sizes):
+    for indexes in _runs(uncut, sizes, most):
         blocks.append(Block(indexes, [[column[i] for i in indexes] for column in columns]))
     return blocks
 
 
-def _runs(indexes: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indexes in lists: tensors that fit into one block, or one that does not."""
+def _runs(indexes: list[int], sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield the indexes in lists: tensors of `most` elements together, or one that has more."""
     run: list[int] = []
     elements = 0
     for index in indexes:
-        if run and elements + sizes[index] > _CPU_BLOCK:
+        if run and elements + sizes[index] > most:
             yield run
             run, elements = [], 0
         run.append(index)
