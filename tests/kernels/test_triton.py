@@ -388,3 +388,23 @@ def test_counters_stay_right_where_they_are_counted_together(make):
     (expected, counts), (actual, fused_counts) = ends
     assert counts == fused_counts == [8, 6, 8]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sigma_that_was_replaced_is_found():
+    """As when somebody writes a tensor of their own into the state; all else stays in place."""
+    ends = []
+    for kernel in ({"foreach": False}, {"fused": True}):
+        params = parameters([(40, 30), (7,)])
+        opt = torchpisa.SISA(params, **kernel)
+        give_gradients(params, seed=0)
+        old = []
+        for step in range(5):
+            if step in (2, 3):
+                for p in params:
+                    name = ("sigma.0", "level.0")[step - 2]
+                    old.append(opt.state[p][name])
+                    opt.state[p][name] = 30 * old[-1]
+                    old[-1].fill_(math.nan)
+            opt.step()
+        ends.append((flat(params), *(opt.state[p]["sigma.0"] for p in params)))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)

@@ -174,7 +174,7 @@ def find(
     keys = state_key("dual", slot), state_key(memory, slot), state_key("step", slot)
     sigma_keys = (state_key("sigma", slot), state_key("level", slot)) if sigma_follows else ()
     plan = plans.get(key)
-    fingerprint = _fingerprint(members, *keys)
+    fingerprint = _fingerprint(members, *keys, *sigma_keys)
     if plan is not None and fingerprint == plan.fingerprint and not _capturing(plan.launches):
         return plan
     reason = obstacle([member.param for member in members], preconditioner)
@@ -202,7 +202,7 @@ def find(
     counters = _in_one(members, keys[2], may_move=plan is None and not capturable)
     rows, copies = _local_rows(members, *keys, sigma_keys)
     # A copy is made in every step, so the next step must not match.
-    fingerprint = [] if copies else _fingerprint(members, *keys)
+    fingerprint = [] if copies else _fingerprint(members, *keys, *sigma_keys)
     matrices = None
     if isinstance(preconditioner, NewtonSchulz):
         params = [member.param for member in members]
@@ -409,11 +409,27 @@ def _laid_out_like(param: Tensor, grad: Tensor, copies: list[Tensor]) -> Tensor:
     return copies[-1]
 
 
-def _fingerprint(members: Sequence[Member], dual: str, memory: str, step: str) -> list[Row]:
+def _fingerprint(
+    members: Sequence[Member],
+    dual: str,
+    memory: str,
+    step: str,
+    sigma: str | None = None,
+    level: str | None = None,
+) -> list[Row]:
     """Return what tells whether rows still hold; as little as possible, since every step needs it.
 
-    The address of an earlier gradient may be reused for one of another dtype or layout; a parameter
-    or state with another dtype or layout has another address.
+    The address of an earlier gradient may be reused for one of another dtype or layout, but not of
+    another shape, which the optimizer refuses; a parameter or state with another dtype or layout
+    has another address.
+
+    Args:
+        members: the parameters.
+        dual: the key of this state, and so on.
+        memory: that of what the preconditioner remembers.
+        step: that of the counter.
+        sigma: that of sigma, where it follows the gradients.
+        level: likewise.
     """
     return [
         (
@@ -423,8 +439,9 @@ def _fingerprint(members: Sequence[Member], dual: str, memory: str, step: str) -
             state[memory].data_ptr(),
             state["pending"].data_ptr() if "pending" in state else 0,
             state[step].data_ptr(),
+            0 if sigma is None else state[sigma].data_ptr(),
+            0 if level is None else state[level].data_ptr(),
             param.numel(),
-            grad.numel(),  # type: ignore[union-attr]
             grad.dtype,  # type: ignore[union-attr]
             grad.is_contiguous() or grad.stride(),  # type: ignore[union-attr]
             not state["arrived"],
