@@ -181,6 +181,35 @@ def test_time_of_orthogonalisation() -> None:
     assert f"MISA takes {small} ms, the fastest Muon of five libraries {fastest['124m']} ms" in misa
 
 
+def test_time_of_elementwise_steps() -> None:
+    """docs/speed.md has the ratios to AdamW's foreach of the saved runs."""
+    text = words("docs/speed.md")
+
+    def ratios(name: str) -> dict[str, float]:
+        rows = saved(f"step_{name}")["rows"]
+        return {
+            row["name"]: row["ratios"]["torch AdamW, foreach"] for row in rows if not row["error"]
+        }
+
+    cpu, gpu, large = map(ratios, ("cpu_small", "cuda_small", "cpu_gpt2-50m"))
+    rows = {
+        "MISA": "MISA, all parameters",
+        "SISA with sigma and rho, `fused=True`": "SISA, fused",
+        "SISA with sigma and rho, which also looks for infinities": "SISA, defaults",
+        "SISA, sigma follows the gradients": "SISA, sigma follows gradients",
+    }
+    for shown, name in rows.items():
+        cells = (f"{of_device[f'torchpisa {name}']:.2f}" for of_device in (cpu, gpu))
+        assert f"| {shown} | {' | '.join(cells)} |" in text
+    adamw = (of_device["torch AdamW, fused"] for of_device in (cpu, gpu))
+    assert "there: {:.2f} on the CPU, {:.2f} on the H200.".format(*adamw) in text
+    foreach, follows, fused = (
+        large[f"torchpisa SISA, {name}"] for name in ("foreach", "sigma follows gradients", "fused")
+    )
+    assert f"takes {foreach:.2f} of the time of AdamW's and {follows:.2f} where sigma" in text
+    assert 0.2 < fused / foreach < 0.3  # "a quarter"
+
+
 def last_rounds(name: str, algorithm: str, cell: str) -> str:
     """The mean over seeds of the accuracy in the last round, as pages have it."""
     found = [
