@@ -19,6 +19,7 @@ __all__ += ["verify_inception"]
 
 PIXELS = 128  # of the sides of a picture that EfficientNet looks at
 BATCH = 500
+CPU_BATCH = 10  # on a CPU; what so few become stays in its caches, which is three times as fast
 # Expansion, channels, repeats, stride and kernel of EfficientNet-Lite0's stages.
 STAGES = [
     (1, 16, 1, 1, 3),
@@ -96,6 +97,11 @@ class EfficientNetLite0(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
+        few = len(images) if images.is_cuda else CPU_BATCH
+        return torch.cat([self.features(part) for part in images.split(few)])
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features of pictures that are taken through the network together."""
         x = F.interpolate(images.float(), size=(PIXELS, PIXELS), mode="bilinear", antialias=True)
         x = (x - 127.0) / 128.0
         x = F.relu6(self.stem(x))
