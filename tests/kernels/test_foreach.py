@@ -157,6 +157,7 @@ MIXES = {
     "large": LARGE,
     "some stacked": [(6, 5), (6, 5), *LARGE, *[(6, 5)] * 12],
     "all stacked": [(1000,)] * 70,  # too many for one block
+    "stacked and uncut": [(40, 30), *[(6, 5)] * 11, (7,)],
     "one block": [(6, 5), *[(40, 30)] * 11, (7,), (0,)],  # small and large by turns
 }
 
@@ -372,17 +373,18 @@ def test_state_of_small_tensors_is_a_view_of_one_for_its_owner_only():
     assert opt.memory() == before
 
 
-def test_user_views_of_state_stay_views():
+@pytest.mark.parametrize("turn", [1, -1])
+def test_user_views_of_state_stay_views(turn):
     """A tensor that is a view of the user's own memory is not moved out of it."""
     params = [nn.Parameter(torch.randn(20)) for _ in range(12)]
     opt = SISA(params)
     flat = torch.zeros(240)
-    for p, view in zip(params, flat.split(20), strict=True):
+    for p, view in zip(params[::turn], flat.split(20), strict=True):
         opt.state[p]["dual.0"] = view
     for p in params:
         p.grad = torch.randn(20)
     opt.step()
-    assert torch.equal(flat, torch.cat([opt.state[p]["dual.0"] for p in params]))
+    assert torch.equal(flat, torch.cat([opt.state[p]["dual.0"] for p in params[::turn]]))
     assert flat.abs().min() > 0
 
 
@@ -394,6 +396,15 @@ def test_rows_of_tensors_that_only_look_adjacent():
     rows += 1
     assert torch.equal(torch.stack(apart), rows)
     assert rows.tolist() == (memory.reshape(2, 12) + 1).tolist()
+
+
+def test_rows_of_tensors_laid_out_in_different_ways():
+    """Adjacent in memory, but one of them transposed: the rows are a copy, or are moved."""
+    memory = torch.arange(18.0)
+    tensors = [memory[:9].view(3, 3), memory[9:].view(3, 3).t()]
+    expected = torch.stack([tensor.clone() for tensor in tensors])
+    assert torch.equal(rows_of(tensors, owned=True), expected)
+    assert torch.equal(torch.stack(tensors), expected)
 
 
 def test_known_rows_are_bounded():
