@@ -68,6 +68,7 @@ TOGETHER = {
     "federated/test_largest_sigma.py": "penalties at the end of their range",
     "kernels/test_range.py": "likewise, in every kernel",
     "kernels/test_versions.py": "what autograd hears of, from every kernel",
+    "kernels/test_waiting.py": "devices that no kernel waits for",
     "optim/test_absent.py": "batches that are skipped, in every optimizer",
     "optim/test_failed_step.py": "a step that raises, in every optimizer",
     "optim/test_stages.py": "stages of the consensus, in MISA",

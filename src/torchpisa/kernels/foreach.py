@@ -352,7 +352,10 @@ def _divide_by_roots(
         for root, cap in zip(roots, caps, strict=True):
             root.clamp_(max=cap)
     torch._foreach_mul_(roots, scalars(factors.scale, roots))
-    torch._foreach_add_(roots, scalars(factors.shift, roots))
+    shift = factors.shift
+    if isinstance(shift, Tensor):  # the host would read the value of a single one
+        shift = [shift] * len(roots)
+    torch._foreach_add_(roots, scalars(shift, roots))
     torch._foreach_div_(rs, roots)
 
 
@@ -869,5 +872,10 @@ def _steps(members: list[Member], keys: SlotKeys) -> list[Scalar]:
 
 
 def one_if_equal(values: list[Any]) -> Any:
-    """Return the number that all entries of a list equal, or the list if they differ."""
-    return values[0] if values.count(values[0]) == len(values) else values
+    """Return the number that all entries of a list equal; the list if they differ, or are tensors.
+
+    To compare tensors, the host would wait for their device.
+    """
+    if isinstance(values[0], Tensor) or values.count(values[0]) < len(values):
+        return values
+    return values[0]

@@ -224,9 +224,7 @@ def _foreach_step(job: ConsensusJob) -> None:
         return
     moments = [real(member.state["moment"]) for member in job.members]
     beta = job.settings["beta"]
-    corrections: Any = [(1 - beta**step) ** 0.5 for step in counts]
-    if not isinstance(corrections[0], Tensor):
-        corrections = one_if_equal(corrections)
+    corrections = one_if_equal([(1 - beta**step) ** 0.5 for step in counts])
     stack = not job.members[0].param.is_complex()
     for block in cut_into_blocks([gradients(job), params, duals, moments], stack):
         columns = block.gather()
