@@ -31,10 +31,8 @@ def test_no_step_reads_from_the_device(entry, foreach, capturable):
     settings = {"clip": entry.settings.get("clip", 1.0 if foreach else None)}
     if capturable and "gamma" in entry.settings:  # no functions in a graph
         settings["gamma"] = 0.9
-    if foreach:
-        modes = ["raise", "skip", "ignore"]
-    else:  # the plain loop looks for infinities before it steps
-        modes = ["skip", "ignore"]
+    # To raise, the plain loop looks for infinities before it steps.
+    modes = ["raise", "skip", "ignore"] if foreach else ["skip", "ignore"]
     for mode, scaled in [(mode, False) for mode in modes] + [("skip", True)]:
         params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
         opt = entry.without_initial_consensus(
