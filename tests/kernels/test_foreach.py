@@ -388,6 +388,22 @@ def test_user_views_of_state_stay_views(turn):
     assert flat.abs().min() > 0
 
 
+def test_state_that_processes_share_stays_shared():
+    """As in Hogwild, where all processes step with the same state."""
+    params = [nn.Parameter(torch.randn(20)) for _ in range(12)]
+    opt = SISA(params)
+    for state in opt.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.share_memory_()
+    for p in params:
+        p.grad = torch.randn(20)
+    opt.step()
+    for state in opt.state.values():
+        assert state["step.0"] == 1
+        assert all(v.is_shared() for v in state.values() if isinstance(v, torch.Tensor))
+
+
 def test_rows_of_tensors_that_only_look_adjacent():
     """Memory of another owner is not taken for the next row."""
     memory = numpy.arange(24, dtype=numpy.float32)

@@ -504,7 +504,8 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
     Args:
         tensors: of one shape.
         owned: they are the optimizer's own: their memory is moved into the one tensor, so that it
-            is no copy, neither now nor in further steps. They stay the same objects.
+            is no copy, neither now nor in further steps. They stay the same objects. Views, and
+            memory that processes share, are not moved.
         known: the rows of earlier calls. They keep their memory alive, so tensors at the same
             addresses are the same rows.
     """
@@ -516,7 +517,7 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
     rows = as_rows(tensors)
     if rows is None:
         rows = torch.stack(tensors)
-        if any(t.dtype != rows.dtype or t._base is not None for t in tensors):
+        if any(t.dtype != rows.dtype or _must_stay(t) for t in tensors):
             return rows
         for tensor, row in zip(tensors, rows.unbind(), strict=True):
             tensor.set_(row)  # type: ignore[call-overload]
@@ -526,6 +527,12 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
             known.clear()
         known[addresses] = rows
     return rows
+
+
+def _must_stay(tensor: Tensor) -> bool:
+    """Return whether memory may not be moved: that of a view, or of several processes."""
+    # torch says of all CUDA memory that it is shared.
+    return tensor._base is not None or (tensor.is_cpu and tensor.is_shared())
 
 
 def as_rows(tensors: Tensors) -> Tensor | None:
