@@ -531,8 +531,10 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
 
 def _must_stay(tensor: Tensor) -> bool:
     """Return whether memory may not be moved: that of a view, or of several processes."""
+    if tensor._base is not None:
+        return True
     # torch says of all CUDA memory that it is shared.
-    return tensor._base is not None or (tensor.is_cpu and tensor.is_shared())
+    return tensor.is_cpu and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
 def as_rows(tensors: Tensors) -> Tensor | None:
