@@ -139,9 +139,13 @@ def report(results: Results) -> str:
     checks = check(results)
     if checks:
         parts += ["**Goals**:", checks_table(checks, "goal")]
-    missing = sorted({name.rpartition("_m")[0] for name in results.get("missing", [])})
-    if missing:
-        parts.append(f"Some seeds of these were planned and not run: {', '.join(missing)}.")
+    done, missing = (
+        {name.rpartition("_m")[0] for name in results.get(of, ())} for of in ("runs", "missing")
+    )
+    if missing - done:
+        parts.append(f"Planned and not run: {', '.join(sorted(missing - done))}.")
+    if missing & done:
+        parts.append(f"Some seeds were not run of: {', '.join(sorted(missing & done))}.")
     return "\n\n".join([*parts, provenance(results)]) + "\n"
 
 

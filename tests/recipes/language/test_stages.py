@@ -147,3 +147,16 @@ def test_report_and_goals(tmp_path: Path) -> None:
         RECIPE.draw(done, picture)
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
     assert "MISA, whitened" in pictures[0].read_text(encoding="utf-8")
+
+
+def test_report_names_what_was_not_run() -> None:
+    done = results(CONFIG, loss)
+    gone = [name for name in done["runs"] if name.startswith("misa_all_") or "_seed2" in name]
+    done["missing"] = gone
+    for name in gone:
+        del done["runs"][name]
+    text = RECIPE.report(done) if RECIPE.report else ""
+    assert "\n\nPlanned and not run: misa_all" in text
+    others = text.partition("Some seeds were not run of: ")[2].split("\n")[0]
+    assert "misa_whiten" in others
+    assert "misa_all" not in others
