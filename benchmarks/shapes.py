@@ -93,6 +93,7 @@ MODELS: dict[str, Callable[[], list[Shape]]] = {
     "gpt2-355m": lambda: gpt2(1024, 24),
     "gpt2-1.5b": lambda: gpt2(1600, 48),
     "gpt2-50m": lambda: gpt2(480, 9),  # for CPUs
+    "gpt2-1m": lambda: gpt2(128, 4, vocabulary=256, positions=128),  # bytes, on a laptop
     "resnet34": resnet34,
     "lstm": lstm,
     "small": lambda: [Shape(f"p.{i}", (1000,), "vector") for i in range(20)],  # Python's share

@@ -41,8 +41,8 @@ CHUNK_BYTES = 256 * 2**20
 # Smaller on a CPU, where a chunk must stay in the cache to save small matrices the cost of calls.
 _CPU_CHUNK_BYTES = 4 * 2**20
 
-# From so many elements on bfloat16 pays on a CPU; smaller matrices lose more by conversions.
-_MIN_CPU_BFLOAT16_ELEMENTS = 2**20
+# Elements from which bfloat16 pays on a CPU; converting fewer costs more than their products save.
+_MIN_CPU_BFLOAT16_ELEMENTS = 2**17
 
 # Iterations on the Gram matrix before it is computed from X again. With three the result is as
 # accurate as without this, in float16 and in bfloat16; with five it is not.
