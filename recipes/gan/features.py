@@ -5,6 +5,7 @@ A distance says something only beside others on the same features: the paper's a
 
 import functools
 import importlib.util
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +171,15 @@ def verify_inception(path: Path) -> None:
 
 
 @functools.lru_cache(maxsize=1)  # with the statistics of the real images
-def make_metric(name: str, device: str, weights: str | None = None) -> Any:
+def make_metric(name: str, device: str, weights: str | None = None, images: Hashable = None) -> Any:
     """Return torchmetrics' Fréchet distance on the features of a network.
 
     Args:
         name: "efficientnet_lite0", "inception" or "pixels".
         device: where.
         weights: file of Inception's weights, as torch-fidelity publishes it.
+        images: what the real images are; for the same answer, the metric is the same one and keeps
+            their statistics.
 
     Raises:
         FileNotFoundError: there is no such file.

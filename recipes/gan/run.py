@@ -86,11 +86,12 @@ class GanTraining(Training):
         super().__init__(settings, device, settings.epochs)
         self.samples = samples
         self.features = settings.features if inception is None else "inception"
-        self.metric = features.make_metric(self.features, str(device), inception)
         if device.type == "cuda":
             torch.backends.cudnn.benchmark = True
             torch.set_float32_matmul_precision("high")
         self.real, self.fallback = real_images(settings, data, device)
+        source = self.fallback, settings.pixels, settings.limit
+        self.metric = features.make_metric(self.features, str(device), inception, source)
         self.rounds = len(self.real) // settings.batch
         self.penalised = settings.kind == "wgan_gp"
         generator, critic = build(

@@ -101,6 +101,14 @@ def test_distance_of_shifted_images_is_the_shift() -> None:
     assert features.distance(metric, real, real + 51) == pytest.approx(192 * 0.2**2, rel=1e-2)
 
 
+def test_distance_is_from_the_images_of_the_run() -> None:
+    """Not from those of an earlier run in the same process."""
+    few, many = (dataclasses.replace(tiny("wgan", "adam"), limit=limit) for limit in (64, 320))
+    runs = [GanTraining(settings, CPU, None) for settings in (few, many, few)]
+    distances = [run.distance(64) for run in runs]
+    assert distances[0] == distances[2] != distances[1]
+
+
 def test_features_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"features must be .*, got 'vgg'"):
         features.make_metric("vgg", "cpu")
