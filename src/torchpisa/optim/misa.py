@@ -87,8 +87,8 @@ class MISA(RoundOptimizer):
         eps: added to the roots in denominators.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: dtype of their products: a dtype, None for that of the state, or
-            `"auto"`: float16 on GPUs and, for a million elements or more, bfloat16 on CPUs that
-            have instructions for it; never for float64 parameters.
+            `"auto"`: float16 on GPUs and, for matrices of 131,072 elements or more in all,
+            bfloat16 on CPUs that have instructions for it; never for float64 parameters.
         batches: \(m\), calls of `step()` that make a round; the weights move in the last one.
         weights: \(\alpha_i\), the batches' shares of the data, or their sizes; equal by default.
         clip: largest norm of r over all parameters, batch by batch; None for no clipping.

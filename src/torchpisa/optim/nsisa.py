@@ -66,8 +66,8 @@ class NSISA(PISA):
         nesterov: orthogonalise \(g_i + \mu_i b_i\), as the published GPT-2 script does.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: dtype of their products: a dtype, None for that of the state, or
-            `"auto"`: float16 on GPUs and, for a million elements or more, bfloat16 on CPUs that
-            have instructions for it; never for float64 parameters.
+            `"auto"`: float16 on GPUs and, for matrices of 131,072 elements or more in all,
+            bfloat16 on CPUs that have instructions for it; never for float64 parameters.
         perturbation: \(\epsilon_i\) in [0, 1); it stands in where \(\pi_i + o_i\) is exactly zero.
         aspect_scaling: multiply \(o_i\) by \(\sqrt{\max(1, \mathrm{rows}/\mathrm{cols})}\), as the
             published GPT-2 script does.
