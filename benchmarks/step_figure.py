@@ -161,18 +161,18 @@ def grid(
 
 
 def notes(results: list[Result]) -> list[str]:
-    """Return a list of what failed or needs a remark, each thing once."""
-    said: dict[tuple[str, str], list[str]] = {}
+    """Return a list of what failed or needs a remark; rows with the same share a line."""
+    models: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for row in result["rows"]:
             for text in (row["note"], row["error"]):
                 if text:
-                    said.setdefault((row["name"], text), []).append(result["config"]["model"])
-    lines = []
-    for (name, text), models in said.items():
-        where = "" if len(models) == len(results) else f" ({', '.join(models)})"
-        lines.append(f"- {name}{where}: {text}")
-    return lines
+                    models.setdefault((row["name"], text), []).append(result["config"]["model"])
+    names: dict[tuple[str, str], list[str]] = {}
+    for (name, text), of_row in models.items():
+        where = "" if len(of_row) == len(results) else f" ({', '.join(of_row)})"
+        names.setdefault((where, text), []).append(name)
+    return [f"- {'; '.join(rows)}{where}: {text}" for (where, text), rows in names.items()]
 
 
 def draw(results: list[Result], path: Path) -> None:
