@@ -81,6 +81,19 @@ def run(
                 process.join()
 
 
+def run_cases(work: Callable[[str], str], ranks: int, cases: list[str]) -> list[dict[str, str]]:
+    """What `work` returns for each case, on each of so many ranks, which are started once."""
+    return run(_in_turn, ranks, work, cases)
+
+
+def _in_turn(work: Callable[[str], str], cases: list[str]) -> dict[str, str]:
+    answers = {}
+    for case in cases:
+        answers[case] = work(case)
+        distributed.barrier()
+    return answers
+
+
 def _results(receivers: list[Connection], killed: int | None) -> list[Any]:
     results: list[Any] = [None] * len(receivers)
     waiting = dict(enumerate(receivers))

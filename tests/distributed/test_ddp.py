@@ -23,7 +23,7 @@ from tests.distributed.problem import (
     together,
     weights,
 )
-from tests.distributed.processes import run
+from tests.distributed.processes import run, run_cases
 from tests.distributed.test_process_group import TOLERANCE, Branches, used_by
 from torchpisa import NSISA, SISA
 from torchpisa.distributed import attach
@@ -392,18 +392,10 @@ if torch.__version__ < "2.7":  # groups are always in the order of their ranks t
     REFUSED = [each for each in REFUSED if each[0] != "other group"]
 
 
-def all_refused(cases: list[str]) -> dict[str, str]:
-    told = {}
-    for case in cases:
-        told[case] = refused(case)
-        distributed.barrier()
-    return told
-
-
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, str]]:
     """What each rank was told, case by case: all of them in one start of the processes."""
-    return run(all_refused, 2, [case for case, _ in REFUSED])
+    return run_cases(refused, 2, [case for case, _ in REFUSED])
 
 
 @pytest.mark.xdist_group("refused")

@@ -22,7 +22,7 @@ from tests.distributed.problem import (
     together,
     weights,
 )
-from tests.distributed.processes import run
+from tests.distributed.processes import run, run_cases
 from tests.distributed.test_process_group import TOLERANCE
 from torchpisa import NSISA, PISA, SISA
 from torchpisa.distributed import shard
@@ -239,18 +239,10 @@ REFUSED = [
 ]
 
 
-def all_refused(cases: list[str]) -> dict[str, str]:
-    told = {}
-    for case in cases:
-        told[case] = refused(case)
-        distributed.barrier()
-    return told
-
-
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, str]]:
     """What each rank was told, case by case: all of them in one start of the processes."""
-    return run(all_refused, 4, [case for case, _ in REFUSED])
+    return run_cases(refused, 4, [case for case, _ in REFUSED])
 
 
 @pytest.mark.xdist_group("refused")

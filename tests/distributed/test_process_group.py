@@ -27,7 +27,7 @@ from tests.distributed.problem import (
     together,
     weights,
 )
-from tests.distributed.processes import RankError, run
+from tests.distributed.processes import RankError, run, run_cases
 from torchpisa import NSISA, PISA, SISA
 from torchpisa.preconditioners import SecondMoment
 
@@ -479,18 +479,10 @@ REFUSED = [
 ]
 
 
-def all_refused(cases: list[str]) -> dict[str, str]:
-    told = {}
-    for case in cases:
-        told[case] = refused(case)
-        distributed.barrier()
-    return told
-
-
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, str]]:
     """What each rank was told, case by case: all of them in one start of the processes."""
-    return run(all_refused, 2, [case for case, _ in REFUSED])
+    return run_cases(refused, 2, [case for case, _ in REFUSED])
 
 
 @pytest.mark.xdist_group("refused")
