@@ -123,6 +123,15 @@ def test_curves_can_be_hidden_and_read(curves: ModuleType, notes: dict[str, Any]
     assert re.search(r"MISA, default: 2\.\d+ at 1[3-5]0", notes["demo"]["values"])
 
 
+def test_curves_have_names_for_readers(curves: ModuleType) -> None:
+    for name in curves.SOURCES:
+        for panel in data(curves.figure(name, "", "")):
+            shown = [line["name"] for line in panel["lines"]] + panel["missing"]
+            assert not [each for each in shown if "_" in each], (name, panel["title"])
+    assert curves._name("misa_whiten_decay") == "MISA, whitened, with decay"
+    assert curves._name("adamw_lr0.0003") == "AdamW, lr 3e-4"
+
+
 def test_values_are_those_of_the_file(curves: ModuleType) -> None:
     """The last points of the curves are the means that tables show."""
     results = json.loads((DOCS / "results" / "rnn.json").read_text(encoding="utf-8"))

@@ -24,8 +24,6 @@ NAMES = {
     "adabound": "AdaBound",
     "adam": "Adam",
     "adamw": "AdamW",
-    "adamw_lr0.0003": "AdamW, lr 3e-4",
-    "adamw_lr0.001": "AdamW, lr 1e-3",
     "adamw_published": "AdamW, published setting",
     "fedavg": "FedAvg",
     "fednova": "FedNova",
@@ -37,9 +35,6 @@ NAMES = {
     "misa_all": "MISA, all stages",
     "misa_both_sides": "MISA, eigenbasis of both sides",
     "misa_both_sides_lr3.6": "MISA, eigenbasis of both sides, lr 3.6e-3",
-    "misa_lr0.001": "MISA, lr 1e-3",
-    "misa_lr0.002": "MISA, lr 2e-3",
-    "misa_lr0.004": "MISA, lr 4e-3",
     "misa_one_side": "MISA, eigenbasis of one side",
     "misa_one_side_lr3.6": "MISA, eigenbasis of one side, lr 3.6e-3",
     "misa_whiten": "MISA, whitened",
@@ -60,7 +55,6 @@ NAMES = {
     "sisa": "SISA",
     "sisa_defaults": "SISA, defaults",
     "sisa_lr": "SISA, Adam's rate",
-    "sisa_lr0.001": "SISA, lr 1e-3",
     "sisa_row": "SISA, the paper's row",
     "sisa_row_scheme2": "SISA, the paper's row, Scheme II",
     "sisa_steps": "SISA, published steps",
@@ -196,7 +190,16 @@ def _short(value: float) -> float:
 
 
 def _name(key: str) -> str:
-    return NAMES.get(key, key)
+    """Return what a page calls an optimizer or a model, with the setting that its key ends with."""
+    if key in NAMES:
+        return NAMES[key]
+    if key.endswith("_decay"):
+        return f"{_name(key.removesuffix('_decay'))}, with decay"
+    name, _, lr = key.partition("_lr")
+    if not lr:
+        return key
+    mantissa, exponent = f"{float(lr):e}".split("e")
+    return f"{_name(name)}, lr {float(mantissa):g}e{int(exponent)}"
 
 
 def _recipe(
