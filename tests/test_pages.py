@@ -415,7 +415,7 @@ def test_equal_costs() -> None:
     """The README's sentence on clients with one label has the means of saved runs."""
     names = ("misa", "server_muon", "sisa", "fedavg")
     misa, muon, sisa, fedavg = (last_rounds("budgets", name, "cifar10_1label") for name in names)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    readme = words("README.md")
     assert (
         f"MISA ends at {misa} on CIFAR-10, Muon on the server at {muon}, SISA at {sisa}, "
         f"FedAvg at {fedavg} ("
