@@ -157,6 +157,7 @@ MIXES = {
     "large": LARGE,
     "some stacked": [(6, 5), (6, 5), *LARGE, *[(6, 5)] * 12],
     "all stacked": [(1000,)] * 70,  # too many for one block
+    "one left over": [(2**10,)] * 66,  # one has no gradient, and 64 make a block
     "stacked and uncut": [(40, 30), *[(6, 5)] * 11, (7,)],
     "one block": [(6, 5), *[(40, 30)] * 11, (7,), (0,)],  # small and large by turns
 }
@@ -178,6 +179,7 @@ MIXES = {
 def test_blocks_of_large_and_small_tensors_equal_the_loop(cls, own, batches, mix, monkeypatch):
     """On a CPU large tensors are cut and small ones stacked, in whatever order they come."""
     monkeypatch.setattr(foreach_kernel, "_CPU_BLOCK", 2**16)
+    monkeypatch.setattr(foreach_kernel, "_CPU_BLOCK_PER_THREAD", 0)
     ends = []
     for foreach in (False, True):
         generator = torch.Generator().manual_seed(0)

@@ -177,7 +177,8 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
     scale: Any = None
     kept: list[Any] = []
     if job.sigma is None:
-        counts = _stacked_counts(counts, members[0].state[keys.level])
+        if isinstance(counts, list):
+            counts = _as_one(counts, members[0].state[keys.level])
         sigma, kept = _update_sigmas(job, members, keys, blocks, counts)
         ratios = job.rho * sigma.reciprocal()
         if consensus is not None:
@@ -275,16 +276,14 @@ def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
     return _RootFactors([-ratios / correction for correction in corrections], shift, caps)
 
 
-def _stacked_counts(counts: Any, like_this: Tensor) -> Any:
-    """Return a list of counts as one tensor; a single number as it is."""
-    if not isinstance(counts, list):
-        return counts
-    if isinstance(counts[0], Tensor):
-        return torch.stack(counts).to(like_this)
+def _as_one(numbers: list[Any], like_this: Tensor) -> Tensor:
+    """Return numbers as one tensor, of the dtype and on the device of another."""
+    if isinstance(numbers[0], Tensor):
+        return torch.stack(numbers).to(like_this)
     if like_this.is_cpu:
-        return torch.tensor(counts, dtype=like_this.dtype, device="cpu")
+        return torch.tensor(numbers, dtype=like_this.dtype, device="cpu")
     # Filled on the device: a copy from the host would wait for it.
-    return torch.stack([like_this.new_full((), count) for count in counts])
+    return torch.stack([like_this.new_full((), number) for number in numbers])
 
 
 def _in_dtype(numbers: Sequence[Any], dtype: torch.dtype, blocks: Sequence["Block"]) -> list[Any]:
@@ -487,7 +486,7 @@ class Block(NamedTuple):
                 if len(self.indexes) < len(values):
                     values = [values[index] for index in self.indexes]
                 if self.stacks:
-                    values = torch.stack(scalars(values, self.pieces[0]))
+                    values = _as_one(values, self.pieces[0][0])
             elif (
                 isinstance(values, Tensor) and values.dim() > 0 and len(self.indexes) < len(values)
             ):
