@@ -51,6 +51,7 @@ __all__ = [
     "knows",
     "leave_out_nonfinite",
     "like",
+    "may_stack",
     "one_if_equal",
     "rows_of",
     "scalars",
@@ -172,7 +173,7 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
     if needs_whole_tensors:
         blocks = [Block(range(len(members)), columns)]
     else:
-        blocks = cut_into_blocks(columns, not param.is_complex(), job.rows)
+        blocks = cut_into_blocks(columns, may_stack(members[0]), job.rows)
     ratios: Any
     scale: Any = None
     kept: list[Any] = []
@@ -536,6 +537,14 @@ def _must_stay(tensor: Tensor) -> bool:
     return tensor.is_cpu and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
+def may_stack(member: Member) -> bool:
+    """Return whether memory of a parameter's state can be moved.
+
+    What kernels get of complex and of sharded tensors are views: to move these moves no state.
+    """
+    return member.whole is None and not member.param.is_complex()
+
+
 def as_rows(tensors: Tensors) -> Tensor | None:
     """Return the tensor of which `tensors` are the rows; None if they are not the rows of one."""
     first = tensors[0]
@@ -566,8 +575,7 @@ def cut_into_blocks(
 
     Args:
         columns: the columns of `Block.pieces`, in the same order and on one device.
-        stack: allow stacking, which pays from half a dozen operations on. Views, as of complex
-            tensors, cannot be stacked, because their memory cannot be moved.
+        stack: allow stacking, which pays from half a dozen operations on; see `may_stack`.
         known: see `rows_of`.
     """
     first = columns[0]

@@ -21,6 +21,7 @@ from torchpisa.kernels.foreach import (
     cut_into_blocks,
     leave_out_nonfinite,
     like,
+    may_stack,
     one_if_equal,
     scalars,
     write_back,
@@ -225,8 +226,8 @@ def _foreach_step(job: ConsensusJob) -> None:
     moments = [real(member.state["moment"]) for member in job.members]
     beta = job.settings["beta"]
     corrections = one_if_equal([(1 - beta**step) ** 0.5 for step in counts])
-    stack = not job.members[0].param.is_complex()
-    for block in cut_into_blocks([gradients(job), params, duals, moments], stack):
+    columns_of_all = [gradients(job), params, duals, moments]
+    for block in cut_into_blocks(columns_of_all, may_stack(job.members[0])):
         columns = block.gather()
         grads, ws, pis, stored = columns
         rs, us = _average(job, pis, grads)
