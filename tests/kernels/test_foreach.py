@@ -425,6 +425,15 @@ def test_rows_of_tensors_laid_out_in_different_ways():
     assert torch.equal(torch.stack(tensors), expected)
 
 
+def test_rows_are_not_taken_for_those_that_were_there_before():
+    """`share_memory_()` moves rows, and others may come to be at their old addresses."""
+    memory, known = numpy.zeros((2, 3), dtype=numpy.float32), {}
+    rows = rows_of(torch.from_numpy(memory).unbind(), True, known)
+    rows.share_memory_()
+    memory += 1
+    assert rows_of(torch.from_numpy(memory).unbind(), True, known).tolist() == memory.tolist()
+
+
 def test_known_rows_are_bounded():
     known = {}
     for _ in range(600):

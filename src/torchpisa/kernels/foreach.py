@@ -511,9 +511,10 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
     """
     if not owned:
         return torch.stack(tensors)
-    addresses = tuple(map(Tensor.data_ptr, tensors))
-    if known is not None and addresses in known:
-        return known[addresses]
+    rows = None if known is None else known.get(tuple(map(Tensor.data_ptr, tensors)))
+    # `share_memory_()` moves the memory of rows; others may then come to be where they were.
+    if rows is not None and rows.data_ptr() == tensors[0].data_ptr():
+        return rows
     rows = as_rows(tensors)
     if rows is None:
         rows = torch.stack(tensors)
@@ -521,11 +522,10 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
             return rows
         for tensor, row in zip(tensors, rows.unbind(), strict=True):
             tensor.set_(row)  # type: ignore[call-overload]
-        addresses = tuple(map(Tensor.data_ptr, tensors))
     if known is not None:
         if len(known) >= _MOST_KNOWN:
             known.clear()
-        known[addresses] = rows
+        known[tuple(map(Tensor.data_ptr, tensors))] = rows
     return rows
 
 
@@ -579,8 +579,10 @@ def cut_into_blocks(
         known: see `rows_of`.
     """
     first = columns[0]
-    if stack and known and tuple(map(Tensor.data_ptr, columns[2])) in known:
-        return [Block(range(len(first)), columns, stacks=True)]
+    if stack and known:
+        rows = known.get(tuple(map(Tensor.data_ptr, columns[2])))
+        if rows is not None and rows.data_ptr() == columns[2][0].data_ptr():
+            return [Block(range(len(first)), columns, stacks=True)]
     sizes = list(map(Tensor.numel, first))
     most = max(_CPU_BLOCK, _CPU_BLOCK_PER_THREAD * torch.get_num_threads())
     if not first[0].is_cpu or (len(first) < _FEWEST_STACKED and sum(sizes) <= most):
