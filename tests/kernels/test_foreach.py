@@ -434,6 +434,29 @@ def test_rows_are_not_taken_for_those_that_were_there_before():
     assert rows_of(torch.from_numpy(memory).unbind(), True, known).tolist() == memory.tolist()
 
 
+@pytest.mark.parametrize(("cls", "own"), [(SISA, {}), (SISA, {"batches": 2}), (MISA, {})])
+@pytest.mark.parametrize("change", ["fewer", "more", "others"])
+def test_rows_take_no_more_memory_than_state(change, cls, own):
+    """No part of them moves away, for the rest would keep the memory of all."""
+    params = [nn.Parameter(torch.randn(20)) for _ in range(40)]
+    opt = cls(params, **own)
+    bytes_of_state = opt.memory().bytes
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
+    for step in range(12):
+        count = {"fewer": 40 - 2 * step, "more": 12 + 2 * step, "others": 20}[change]
+        if change == "others":
+            order = order[7:] + order[:7]
+        for number, p in zip(order, params, strict=True):
+            p.grad = torch.ones(20) if number < count else None
+        opt.step()
+        held = [entry for state in opt.state.values() for entry in state.values()]
+        if cls is SISA:
+            held += opt.parts()[0].rows.values()
+        storages = [t.untyped_storage() for t in held if isinstance(t, torch.Tensor)]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        assert sum(sizes.values()) == bytes_of_state
+
+
 def test_known_rows_are_bounded():
     known = {}
     for _ in range(600):

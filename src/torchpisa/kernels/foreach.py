@@ -504,8 +504,8 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
     Args:
         tensors: of one shape.
         owned: they are the optimizer's own: their memory is moved into the one tensor, so that it
-            is no copy, neither now nor in further steps. They stay the same objects. Views, and
-            memory that processes share, are not moved.
+            is no copy, neither now nor in further steps. They stay the same objects. Not moved are
+            views, memory that processes share, and a part of the rows of an earlier call.
         known: the rows of earlier calls. They keep their memory alive, so tensors at the same
             addresses are the same rows.
     """
@@ -518,8 +518,10 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
     rows = as_rows(tensors)
     if rows is None:
         rows = torch.stack(tensors)
-        if any(t.dtype != rows.dtype or _must_stay(t) for t in tensors):
+        if any(t.dtype != rows.dtype or _must_stay(t) for t in tensors) or _leave_some(tensors):
             return rows
+        if known is not None:
+            known.clear()  # it may hold the memory that they leave
         for tensor, row in zip(tensors, rows.unbind(), strict=True):
             tensor.set_(row)  # type: ignore[call-overload]
     if known is not None:
@@ -535,6 +537,13 @@ def _must_stay(tensor: Tensor) -> bool:
         return True
     # torch says of all CUDA memory that it is shared.
     return tensor.is_cpu and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
+def _leave_some(tensors: Tensors) -> bool:
+    """Return whether other tensors would stay in the memory of these, and so keep all of it."""
+    memories = map(Tensor.untyped_storage, tensors)
+    sizes = {memory.data_ptr(): memory.nbytes() for memory in memories}
+    return sum(sizes.values()) != sum(tensor.nbytes for tensor in tensors)
 
 
 def may_stack(member: Member) -> bool:
