@@ -286,3 +286,20 @@ def test_vectors_do_not_decay(foreach: bool) -> None:
     opt.step()
     for p, expected in ((matrix, 0.95), (table, 0.95), (bias, 1.0)):
         torch.testing.assert_close(p.detach(), torch.full_like(p, expected))
+
+
+@over_paths
+@pytest.mark.parametrize("change", [{"row_beta": 0.9}, {"row_beta": 0.9, "blocks": 2}])
+def test_rows_without_averages_are_refused_before_anything_changes(
+    change: dict[str, Any], foreach: bool
+) -> None:
+    w = nn.Parameter(torch.ones(2, 4, 3))
+    averaged = 0.9 if "blocks" in change else None
+    opt = MISA([w], foreach=foreach, row_beta=averaged)
+    w.grad = torch.ones_like(w)
+    opt.step()
+    before = {key: value.clone() for key, value in opt.state[w].items()}
+    opt.param_groups[0].update(change)
+    with pytest.raises(ValueError, match=r"row_beta and blocks must stay .*, got 0\.9 and"):
+        opt.step()
+    assert all(torch.equal(value, before[key]) for key, value in opt.state[w].items())
