@@ -189,7 +189,7 @@ def _loop_step(job: ConsensusJob) -> None:
                         key: value[0] if len(value) == 1 else value.flatten(0, 1)
                         for key, value in stacked.items()
                     }
-                (o,) = _orthogonalize(job, [member.origin], [u])
+                (o,) = _orthogonalize(job, [each.origin for each in job.members], [u])
             for key, value in stage_state.items():
                 stored[key], new[key] = member.state[key], value
                 state[key] = stored[key].to(value.dtype)
@@ -414,7 +414,7 @@ def _orthogonalize_whole(
 
     Args:
         job: the consensus.
-        origins: the parameters, by which `ns_dtype="auto"` is decided.
+        origins: all parameters of the job, by which `ns_dtype="auto"` is decided.
         matrices: the matrices, which are not sharded.
     """
     settings = job.settings
