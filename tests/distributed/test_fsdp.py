@@ -24,7 +24,7 @@ from tests.distributed.problem import (
 )
 from tests.distributed.processes import run, run_cases
 from tests.distributed.test_process_group import TOLERANCE
-from torchpisa import NSISA, PISA, SISA
+from torchpisa import MISA, NSISA, PISA, SISA
 from torchpisa.distributed import shard
 from torchpisa.preconditioners import SecondMoment, Spectral
 
@@ -112,6 +112,25 @@ def fully_sharded(make: Any, **more: Any) -> Any:
 @pytest.mark.parametrize("make", [SISA, NSISA, spectral])
 def test_fsdp_equals_one_process(make: Any) -> None:
     assert difference(run(fully_sharded, 3, make), alone(make, 2, 10)) <= 1e-10
+
+
+def many_small(make: Any, sharded: bool) -> Any:
+    """So many parameters of one shape that plain ones are stepped as rows of one tensor."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(12)))
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    opt = make(model.parameters())
+    for _ in range(4):
+        opt.zero_grad()
+        model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+        opt.step()
+    return whole(model) if sharded else weights(model)
+
+
+@pytest.mark.parametrize("make", [SISA, MISA])
+def test_many_small_shards_equal_one_process(make: Any) -> None:
+    assert difference(run(many_small, 2, make, True), many_small(make, False)) <= 1e-10
 
 
 def averages_of_shards() -> None:

@@ -157,6 +157,7 @@ MIXES = {
     "large": LARGE,
     "some stacked": [(6, 5), (6, 5), *LARGE, *[(6, 5)] * 12],
     "all stacked": [(1000,)] * 70,  # too many for one block
+    "one left over": [(2**10,)] * 66,  # one has no gradient, and 64 make a block
     "stacked and uncut": [(40, 30), *[(6, 5)] * 11, (7,)],
     "one block": [(6, 5), *[(40, 30)] * 11, (7,), (0,)],  # small and large by turns
 }
@@ -178,6 +179,7 @@ MIXES = {
 def test_blocks_of_large_and_small_tensors_equal_the_loop(cls, own, batches, mix, monkeypatch):
     """On a CPU large tensors are cut and small ones stacked, in whatever order they come."""
     monkeypatch.setattr(foreach_kernel, "_CPU_BLOCK", 2**16)
+    monkeypatch.setattr(foreach_kernel, "_CPU_BLOCK_PER_THREAD", 0)
     ends = []
     for foreach in (False, True):
         generator = torch.Generator().manual_seed(0)
@@ -421,6 +423,38 @@ def test_rows_of_tensors_laid_out_in_different_ways():
     expected = torch.stack([tensor.clone() for tensor in tensors])
     assert torch.equal(rows_of(tensors, owned=True), expected)
     assert torch.equal(torch.stack(tensors), expected)
+
+
+def test_rows_are_not_taken_for_those_that_were_there_before():
+    """`share_memory_()` moves rows, and others may come to be at their old addresses."""
+    memory, known = numpy.zeros((2, 3), dtype=numpy.float32), {}
+    rows = rows_of(torch.from_numpy(memory).unbind(), True, known)
+    rows.share_memory_()
+    memory += 1
+    assert rows_of(torch.from_numpy(memory).unbind(), True, known).tolist() == memory.tolist()
+
+
+@pytest.mark.parametrize(("cls", "own"), [(SISA, {}), (SISA, {"batches": 2}), (MISA, {})])
+@pytest.mark.parametrize("change", ["fewer", "more", "others"])
+def test_rows_take_no_more_memory_than_state(change, cls, own):
+    """No part of them moves away, for the rest would keep the memory of all."""
+    params = [nn.Parameter(torch.randn(20)) for _ in range(40)]
+    opt = cls(params, **own)
+    bytes_of_state = opt.memory().bytes
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
+    for step in range(12):
+        count = {"fewer": 40 - 2 * step, "more": 12 + 2 * step, "others": 20}[change]
+        if change == "others":
+            order = order[7:] + order[:7]
+        for number, p in zip(order, params, strict=True):
+            p.grad = torch.ones(20) if number < count else None
+        opt.step()
+        held = [entry for state in opt.state.values() for entry in state.values()]
+        if cls is SISA:
+            held += opt.parts()[0].rows.values()
+        storages = [t.untyped_storage() for t in held if isinstance(t, torch.Tensor)]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        assert sum(sizes.values()) == bytes_of_state
 
 
 def test_known_rows_are_bounded():

@@ -8,6 +8,7 @@ from torch import Tensor, distributed, nn
 
 from tests.distributed.processes import run
 from torchpisa import MISA
+from torchpisa.kernels import newton_schulz as kernel
 from torchpisa.optim.param_groups import split
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -286,3 +287,40 @@ def test_vectors_do_not_decay(foreach: bool) -> None:
     opt.step()
     for p, expected in ((matrix, 0.95), (table, 0.95), (bias, 1.0)):
         torch.testing.assert_close(p.detach(), torch.full_like(p, expected))
+
+
+@over_paths
+@pytest.mark.parametrize("change", [{"row_beta": 0.9}, {"row_beta": 0.9, "blocks": 2}])
+def test_rows_without_averages_are_refused_before_anything_changes(
+    change: dict[str, Any], foreach: bool
+) -> None:
+    w = nn.Parameter(torch.ones(2, 4, 3))
+    averaged = 0.9 if "blocks" in change else None
+    opt = MISA([w], foreach=foreach, row_beta=averaged)
+    w.grad = torch.ones_like(w)
+    opt.step()
+    before = {key: value.clone() for key, value in opt.state[w].items()}
+    opt.param_groups[0].update(change)
+    with pytest.raises(ValueError, match=r"row_beta and blocks must stay .*, got 0\.9 and"):
+        opt.step()
+    assert all(torch.equal(value, before[key]) for key, value in opt.state[w].items())
+
+
+@over_paths
+def test_matrices_that_are_large_together_are_multiplied_in_bfloat16(
+    foreach: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "_cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(kernel, "_MIN_CPU_BFLOAT16_ELEMENTS", 60)
+
+    def stepped(ns_dtype: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.zeros(5, 6)) for _ in range(2)]
+        opt = MISA(params, foreach=foreach, ns_dtype=ns_dtype)
+        for p in params:
+            p.grad = torch.randn(5, 6, generator=generator)
+        opt.step()
+        return torch.stack([p.detach() for p in params])
+
+    assert torch.equal(stepped("auto"), stepped(torch.bfloat16))
+    assert not torch.equal(stepped("auto"), stepped(None))

@@ -381,6 +381,32 @@ def test_add_param_group_in_mid_round(entry):
     assert position == opt.batches // 2
 
 
+def larger(opt, model):
+    """Parameters with more rows and no state, as Gaussian splatting adds points."""
+    params = opt.param_groups[0]["params"]
+    model[3] = nn.Linear(4 * 6, 9)
+    model[4] = nn.Linear(9, 3)
+    params[2:] = [*model[3].parameters(), *model[4].parameters()]
+
+
+def fewer(opt, model):
+    opt.param_groups[0]["params"] = [p for p in model.parameters() if p is not model[4].weight]
+
+
+@pytest.mark.parametrize("change", [larger, fewer])
+@pytest.mark.parametrize("cls", [SISA, NSISA, MISA])
+def test_lists_of_parameters_may_change(cls, change):
+    """As in torch.optim, a step is one of the parameters that are in the groups then."""
+    model = network()
+    opt = cls(model.parameters())
+    train(model, opt, 2)
+    change(opt, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, opt, 2)
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old) == all(p is not each for each in opt.param_groups[0]["params"])
+
+
 @each
 def test_named_parameters(entry):
     """They give the same run, and keep their names."""

@@ -51,6 +51,7 @@ __all__ = [
     "knows",
     "leave_out_nonfinite",
     "like",
+    "may_stack",
     "one_if_equal",
     "rows_of",
     "scalars",
@@ -172,12 +173,13 @@ def _elementwise_step(job: LocalJob, members: list[Member], keys: SlotKeys, coun
     if needs_whole_tensors:
         blocks = [Block(range(len(members)), columns)]
     else:
-        blocks = cut_into_blocks(columns, not param.is_complex(), job.rows)
+        blocks = cut_into_blocks(columns, may_stack(members[0]), job.rows)
     ratios: Any
     scale: Any = None
     kept: list[Any] = []
     if job.sigma is None:
-        counts = _stacked_counts(counts, members[0].state[keys.level])
+        if isinstance(counts, list):
+            counts = _as_one(counts, members[0].state[keys.level])
         sigma, kept = _update_sigmas(job, members, keys, blocks, counts)
         ratios = job.rho * sigma.reciprocal()
         if consensus is not None:
@@ -275,16 +277,14 @@ def _root_factors(rule: SecondMoment, ratios: Any, counts: Any) -> _RootFactors:
     return _RootFactors([-ratios / correction for correction in corrections], shift, caps)
 
 
-def _stacked_counts(counts: Any, like_this: Tensor) -> Any:
-    """Return a list of counts as one tensor; a single number as it is."""
-    if not isinstance(counts, list):
-        return counts
-    if isinstance(counts[0], Tensor):
-        return torch.stack(counts).to(like_this)
+def _as_one(numbers: list[Any], like_this: Tensor) -> Tensor:
+    """Return numbers as one tensor, of the dtype and on the device of another."""
+    if isinstance(numbers[0], Tensor):
+        return torch.stack(numbers).to(like_this)
     if like_this.is_cpu:
-        return torch.tensor(counts, dtype=like_this.dtype, device="cpu")
+        return torch.tensor(numbers, dtype=like_this.dtype, device="cpu")
     # Filled on the device: a copy from the host would wait for it.
-    return torch.stack([like_this.new_full((), count) for count in counts])
+    return torch.stack([like_this.new_full((), number) for number in numbers])
 
 
 def _in_dtype(numbers: Sequence[Any], dtype: torch.dtype, blocks: Sequence["Block"]) -> list[Any]:
@@ -487,7 +487,7 @@ class Block(NamedTuple):
                 if len(self.indexes) < len(values):
                     values = [values[index] for index in self.indexes]
                 if self.stacks:
-                    values = torch.stack(scalars(values, self.pieces[0]))
+                    values = _as_one(values, self.pieces[0][0])
             elif (
                 isinstance(values, Tensor) and values.dim() > 0 and len(self.indexes) < len(values)
             ):
@@ -504,28 +504,30 @@ def rows_of(tensors: Tensors, owned: bool, known: Rows | None = None) -> Tensor:
     Args:
         tensors: of one shape.
         owned: they are the optimizer's own: their memory is moved into the one tensor, so that it
-            is no copy, neither now nor in further steps. They stay the same objects. Views, and
-            memory that processes share, are not moved.
+            is no copy, neither now nor in further steps. They stay the same objects. Not moved are
+            views, memory that processes share, and a part of the rows of an earlier call.
         known: the rows of earlier calls. They keep their memory alive, so tensors at the same
             addresses are the same rows.
     """
     if not owned:
         return torch.stack(tensors)
-    addresses = tuple(map(Tensor.data_ptr, tensors))
-    if known is not None and addresses in known:
-        return known[addresses]
+    rows = None if known is None else known.get(tuple(map(Tensor.data_ptr, tensors)))
+    # `share_memory_()` moves the memory of rows; others may then come to be where they were.
+    if rows is not None and rows.data_ptr() == tensors[0].data_ptr():
+        return rows
     rows = as_rows(tensors)
     if rows is None:
         rows = torch.stack(tensors)
-        if any(t.dtype != rows.dtype or _must_stay(t) for t in tensors):
+        if any(t.dtype != rows.dtype or _must_stay(t) for t in tensors) or _leave_some(tensors):
             return rows
+        if known is not None:
+            known.clear()  # it may hold the memory that they leave
         for tensor, row in zip(tensors, rows.unbind(), strict=True):
             tensor.set_(row)  # type: ignore[call-overload]
-        addresses = tuple(map(Tensor.data_ptr, tensors))
     if known is not None:
         if len(known) >= _MOST_KNOWN:
             known.clear()
-        known[addresses] = rows
+        known[tuple(map(Tensor.data_ptr, tensors))] = rows
     return rows
 
 
@@ -535,6 +537,21 @@ def _must_stay(tensor: Tensor) -> bool:
         return True
     # torch says of all CUDA memory that it is shared.
     return tensor.is_cpu and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
+def _leave_some(tensors: Tensors) -> bool:
+    """Return whether other tensors would stay in the memory of these, and so keep all of it."""
+    memories = map(Tensor.untyped_storage, tensors)
+    sizes = {memory.data_ptr(): memory.nbytes() for memory in memories}
+    return sum(sizes.values()) != sum(tensor.nbytes for tensor in tensors)
+
+
+def may_stack(member: Member) -> bool:
+    """Return whether memory of a parameter's state can be moved.
+
+    What kernels get of complex and of sharded tensors are views: to move these moves no state.
+    """
+    return member.whole is None and not member.param.is_complex()
 
 
 def as_rows(tensors: Tensors) -> Tensor | None:
@@ -567,13 +584,14 @@ def cut_into_blocks(
 
     Args:
         columns: the columns of `Block.pieces`, in the same order and on one device.
-        stack: allow stacking, which pays from half a dozen operations on. Views, as of complex
-            tensors, cannot be stacked, because their memory cannot be moved.
+        stack: allow stacking, which pays from half a dozen operations on; see `may_stack`.
         known: see `rows_of`.
     """
     first = columns[0]
-    if stack and known and tuple(map(Tensor.data_ptr, columns[2])) in known:
-        return [Block(range(len(first)), columns, stacks=True)]
+    if stack and known:
+        rows = known.get(tuple(map(Tensor.data_ptr, columns[2])))
+        if rows is not None and rows.data_ptr() == columns[2][0].data_ptr():
+            return [Block(range(len(first)), columns, stacks=True)]
     sizes = list(map(Tensor.numel, first))
     most = max(_CPU_BLOCK, _CPU_BLOCK_PER_THREAD * torch.get_num_threads())
     if not first[0].is_cpu or (len(first) < _FEWEST_STACKED and sum(sizes) <= most):

@@ -21,6 +21,7 @@ from torchpisa.kernels.foreach import (
     cut_into_blocks,
     leave_out_nonfinite,
     like,
+    may_stack,
     one_if_equal,
     scalars,
     write_back,
@@ -188,7 +189,7 @@ def _loop_step(job: ConsensusJob) -> None:
                         key: value[0] if len(value) == 1 else value.flatten(0, 1)
                         for key, value in stacked.items()
                     }
-                (o,) = _orthogonalize(job, [member.origin], [u])
+                (o,) = _orthogonalize(job, [each.origin for each in job.members], [u])
             for key, value in stage_state.items():
                 stored[key], new[key] = member.state[key], value
                 state[key] = stored[key].to(value.dtype)
@@ -225,8 +226,8 @@ def _foreach_step(job: ConsensusJob) -> None:
     moments = [real(member.state["moment"]) for member in job.members]
     beta = job.settings["beta"]
     corrections = one_if_equal([(1 - beta**step) ** 0.5 for step in counts])
-    stack = not job.members[0].param.is_complex()
-    for block in cut_into_blocks([gradients(job), params, duals, moments], stack):
+    columns_of_all = [gradients(job), params, duals, moments]
+    for block in cut_into_blocks(columns_of_all, may_stack(job.members[0])):
         columns = block.gather()
         grads, ws, pis, stored = columns
         rs, us = _average(job, pis, grads)
@@ -413,7 +414,7 @@ def _orthogonalize_whole(
 
     Args:
         job: the consensus.
-        origins: the parameters, by which `ns_dtype="auto"` is decided.
+        origins: all parameters of the job, by which `ns_dtype="auto"` is decided.
         matrices: the matrices, which are not sharded.
     """
     settings = job.settings

@@ -1,5 +1,6 @@
 """MISA as a torch optimizer: matrices are orthogonalised, the rest steps as in AdamW. Ours."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -275,6 +276,8 @@ class MISA(RoundOptimizer):
                 matrix, decays = "moment" not in member.state, member.origin.dim() > 1
                 if matrix and group["blocks"] > 1:  # the user may have changed it
                     _check_blocks(member.origin, group["blocks"])
+                if matrix and group["row_beta"] is not None:
+                    _check_state_of_rows(group, member.origin, self.state[member.origin])
                 dtypes = param.dtype, dual.dtype, grad.dtype
                 layout = None
                 if member.whole is not None:
@@ -465,6 +468,16 @@ def _check_state_of_stage(group: Group, param: Tensor, state: Group) -> None:
                 "before and blocks must stay what they were when the state was made, got "
                 f"{group['before']!r} and {group['blocks']} for one of shape {tuple(param.shape)}"
             )
+
+
+def _check_state_of_rows(group: Group, param: Tensor, state: Group) -> None:
+    """Raise ValueError if there is not one average for each row of a group's blocks."""
+    leading = 2 if is_stack(param, group["blocks"]) else 1
+    if "rows" not in state or state["rows"].numel() != math.prod(param.shape[:leading]):
+        raise ValueError(
+            "row_beta and blocks must stay what they were when the state was made, got "
+            f"{group['row_beta']!r} and {group['blocks']} for one of shape {tuple(param.shape)}"
+        )
 
 
 def _is_captured(member: Member) -> bool:

@@ -1,7 +1,8 @@
 """PISA (Algorithm 1) as a torch optimizer; SISA and NSISA subclass it and change its rules."""
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import is_not
+from itertools import chain
+from operator import is_not, itemgetter
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
@@ -369,6 +370,10 @@ class PISA(RoundOptimizer):
     def _members(self, slot: int | None = None) -> list[list[Member]]:
         if slot is not None and self.peers is not None:
             self.peers.before_step(slot, self._params)
+        params = list(chain.from_iterable(map(itemgetter("params"), self.param_groups)))
+        if len(params) != len(self._params) or any(map(is_not, params, self._params)):
+            # The user has changed a list of parameters, as to prune a model.
+            self._params, self._parts_for = params, []
         members: list[list[Member]] = []
         for part in self.parts():
             part_members = []
