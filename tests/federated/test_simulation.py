@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,7 @@ from torchpisa.federated import (
     FullGradient,
     Minibatches,
     Simulation,
+    Timing,
     accuracy,
     cross_entropy,
 )
@@ -224,6 +226,24 @@ def test_clients_that_do_not_exist(chosen: list[int]) -> None:
     simulation = simulate(SISA(), 0, participation=lambda k: chosen)
     message = f"participation must return clients from 0 to 4, got {chosen}"
     with pytest.raises(ValueError, match=re.escape(message)):
+        simulation.round()
+
+
+@pytest.mark.parametrize(
+    "drawn", [np.array([1, 3]), torch.tensor([1, 3]), (3, 1)], ids=["numpy", "torch", "tuple"]
+)
+def test_numbers_of_clients_may_be_of_any_kind(drawn: Any) -> None:
+    run = simulate(SISA(), 3, participation=lambda k: drawn)
+    plain = simulate(SISA(), 3, participation=lambda k: [1, 3])
+    assert torch.equal(flat(run.server.weights), flat(plain.server.weights))
+    assert torch.equal(flat(run.memory_of(1)["dual"]), flat(plain.memory_of(1)["dual"]))
+
+
+@pytest.mark.parametrize("drawn", [None, 0.5, [0.0, 1.0], ["a"], [True, False], torch.rand(5) > 0])
+def test_participation_that_returns_something_else(drawn: Any) -> None:
+    simulation = simulate(SISA(), 0, participation=lambda k: drawn)
+    message = f"participation must return the numbers of clients, got {drawn!r}"
+    with pytest.raises(TypeError, match=re.escape(message)):
         simulation.round()
 
 
@@ -791,6 +811,39 @@ def test_evaluate_that_returns_nothing() -> None:
 
     with pytest.raises(TypeError, match=r"evaluate must return numbers by name .*, got None"):
         simulate(SISA(), 0).run(1, evaluate=nothing, progress=False)
+
+
+def test_evaluate_that_returns_something_else() -> None:
+    with pytest.raises(TypeError, match=r"evaluate must return numbers by name .*, got \{'a': <"):
+        simulate(SISA(), 0).run(1, evaluate=lambda model: {"a": object()}, progress=False)  # type: ignore[dict-item]
+
+
+NUMPY: dict[str, Callable[[], Simulation]] = {
+    "participation": lambda: simulate(SISA(), 0, participation=lambda k: np.arange(k % 5 + 1)),
+    "lr": lambda: simulate(FedAvg(lr=np.float64(0.1)), 0),
+    "lr_decay": lambda: simulate(FedAvg(lr=0.1, lr_decay=lambda k: np.cos(0.1 * k)), 0),
+    "delay": lambda: simulate(
+        SISA(), 0, timing=Timing(lambda client, k: np.float64(1 + client * k), enough=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("start", NUMPY.values(), ids=NUMPY)
+def test_a_checkpoint_can_be_read_whoever_made_its_numbers(
+    start: Callable[[], Simulation], tmp_path: Path
+) -> None:
+    def evaluate(model: nn.Module) -> Any:
+        return {"one": np.float64(0.5), "two": torch.tensor(2), "three": np.arange(2)}
+
+    path, log = tmp_path / "run.pt", tmp_path / "log.jsonl"
+    for rounds in (3, 6):
+        run = start()
+        rows = run.run(rounds, evaluate=evaluate, checkpoint=path, log=log, progress=False)
+    assert [rows[-1][name] for name in ("one", "two", "three")] == [0.5, 2, [0, 1]]
+    assert len(log.read_text(encoding="utf-8").splitlines()) == 7
+    whole = start()
+    whole.run(6, progress=False)
+    assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
 
 
 def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:

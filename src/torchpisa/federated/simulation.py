@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -223,7 +224,14 @@ class Simulation:
         """
         m = len(self._sizes)
         if callable(self._participation):
-            chosen = sorted(set(self._participation(iteration)))
+            drawn = self._participation(iteration)
+            try:  # plain integers: torch's are never equal, and a checkpoint cannot hold NumPy's
+                numbers = drawn.tolist() if hasattr(drawn, "tolist") else drawn
+                chosen = sorted({_client_number(client) for client in numbers})
+            except TypeError:
+                raise TypeError(
+                    f"participation must return the numbers of clients, got {drawn!r}"
+                ) from None
             if any(not 0 <= client < m for client in chosen):
                 raise ValueError(
                     f"participation must return clients from 0 to {m - 1}, got {chosen}"
@@ -440,11 +448,14 @@ class Simulation:
             return {}
         self.model.eval()
         metrics = evaluate(self.model)
-        if not isinstance(metrics, dict):
+        try:  # as a log and a checkpoint can hold them: NumPy's numbers could not be read back
+            plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in metrics.items()}
+            json.dumps(plain)
+        except (AttributeError, TypeError, ValueError):
             raise TypeError(
                 f"evaluate must return numbers by name in a dictionary, got {metrics!r}"
-            )
-        return metrics
+            ) from None
+        return plain
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to continue: server, clients' memory and counts.
@@ -563,6 +574,12 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, dict):
         return {key: _copied(entry, device) for key, entry in value.items()}
     return [_copied(entry, device) for entry in value] if isinstance(value, list) else value
+
+
+def _client_number(value: Any) -> int:
+    if isinstance(value, bool):  # of a mask
+        raise TypeError
+    return operator.index(value)
 
 
 def _shown(value: object) -> str:
