@@ -414,6 +414,62 @@ def test_an_interrupted_run_is_the_undisturbed_one(
     assert [path.name for path in files["checkpoint"].parent.iterdir()] == ["run.pt"]
 
 
+@pytest.mark.parametrize("name", ["SISA", "Scaffold", "FedAvg"])
+def test_a_round_that_was_interrupted_does_no_harm(name: str, tmp_path: Path) -> None:
+    """Ctrl-C after two of five clients, whose duals have moved and whose updates are lost."""
+    calls, stop = 0, 5 * 3 + 3  # in the third client of the fourth round
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == stop:
+            raise KeyboardInterrupt
+        return half_square(outputs, targets)
+
+    def start() -> Simulation:
+        algorithm = MAKERS[name](local=FullGradient())
+        return Simulation(straight(), least_squares(), algorithm, loss=loss, batched=False)
+
+    calls = stop
+    whole = start()
+    whole.run(6, progress=False)
+    calls = 0
+    run, path = start(), tmp_path / "run.pt"
+    with pytest.raises(KeyboardInterrupt):
+        run.run(6, checkpoint=path, progress=False)
+    assert run.iteration == 3
+    if name == "FedAvg":  # has no memory that could have moved
+        run.run(6, progress=False)
+        assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
+    else:
+        for go_on in (run.round, run.state_dict, lambda: run.run(6, progress=False)):
+            with pytest.raises(RuntimeError, match="round 4 was interrupted: some clients' memory"):
+                go_on()
+    run.run(6, checkpoint=path, progress=False)
+    assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
+
+
+def test_a_round_that_was_interrupted_before_anything_changed() -> None:
+    """All clients at once, whose duals are still those of the round before."""
+    stop = False
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if stop:
+            raise KeyboardInterrupt
+        return half_square(outputs, targets)
+
+    run = Simulation(straight(), least_squares(), SISA(), loss=loss, batched=True)
+    run.run(3, progress=False)
+    stop = True
+    with pytest.raises(KeyboardInterrupt):
+        run.run(6, progress=False)
+    stop = False
+    run.run(6, progress=False)
+    whole = Simulation(straight(), least_squares(), SISA(), loss=loss, batched=True)
+    whole.run(6, progress=False)
+    assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
+
+
 def test_without_a_checkpoint_a_log_begins_anew(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     for _ in range(2):

@@ -190,6 +190,7 @@ class Simulation:
             if memory is None
             else FileMemoryStore(initial, memory)
         )
+        self._changes = 0  # of the clients' memory by the end of the last round
         shared = (self._memory, seed, self._alphas)
         self._clients: BatchedClients | SequentialClients
         if batched is False or self.why_in_turn is not None:
@@ -252,6 +253,7 @@ class Simulation:
     @torch.no_grad()
     def round(self) -> None:
         """Run one round."""
+        self._refuse_if_interrupted()
         server = self.algorithm.open(self.server)
         present = self.present(server.iteration)
         arrivals = self._wait(present, server.iteration)
@@ -292,6 +294,16 @@ class Simulation:
             self._account.add({str(client): float(self._alphas[client]) for client in accepted})
         self._withdraw()
         self._copy_weights_into_model()
+        self._changes = self._memory.changes
+
+    def _refuse_if_interrupted(self) -> None:
+        """Raise RuntimeError if some clients have moved on in a round that was not closed."""
+        if self._memory.changes != self._changes:
+            raise RuntimeError(
+                f"round {self.iteration + 1} was interrupted: some clients' memory has moved on "
+                "without the server. Load a state from before the round, as run() does by itself "
+                "if it had a checkpoint, or make a new Simulation"
+            )
 
     def _sent(
         self,
@@ -404,6 +416,8 @@ class Simulation:
 
         Raises:
             FloatingPointError: the weights are no longer finite.
+            RuntimeError: an earlier round was interrupted, by Ctrl-C or an error in the loss, and
+                there is no checkpoint to go back to.
         """
         check_count("rounds", rounds, 0)
         check_count("every", every)
@@ -463,6 +477,7 @@ class Simulation:
         With a folder for the clients' `memory` it refers to that folder, and is valid until `run`
         writes its next checkpoint.
         """
+        self._refuse_if_interrupted()
         state = {
             "setting": self._setting(),
             "server": vars(self.server),
@@ -506,6 +521,7 @@ class Simulation:
             self._rejections = copied["rejections"]
         if self._account is not None:
             self._account.spent = copied["spent"]
+        self._changes = self._memory.changes
         self._copy_weights_into_model()
 
     def _setting(self) -> dict[str, Any]:
