@@ -753,6 +753,24 @@ def test_accuracy(chunk: int) -> None:
     assert measured["loss"] == pytest.approx(float(F.cross_entropy(outputs, y)), rel=1e-6)
 
 
+NO_TEST_DATA: dict[str, tuple[Build, str]] = {
+    "arrays": (lambda: accuracy(np.zeros((2, 4)), np.zeros(2)), "got ndarray and ndarray"),  # type: ignore[arg-type]
+    "lengths": (lambda: accuracy(torch.zeros(3, 4), torch.zeros(2)), "at least 1, got 3 and 2"),
+    "nothing": (lambda: accuracy(torch.zeros(0, 4), torch.zeros(0)), "at least 1, got 0 and 0"),
+    "chunk": (lambda: accuracy(*classes()[0], chunk=0), "chunk must be an integer >= 1, got 0"),
+    "a column": (
+        lambda: accuracy(classes()[0][0], classes()[0][1][:, None], half_square)(mlp()),
+        "targets must be one class per sample (or position of a text), shape (7,), got (7, 1)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), NO_TEST_DATA.values(), ids=NO_TEST_DATA)
+def test_accuracy_on_something_else(build: Build, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        build()
+
+
 def test_losses_of_texts_are_averaged_over_their_positions() -> None:
     outputs, targets = torch.randn(4, 3, 7), torch.randint(0, 3, (4, 7))
     losses = cross_entropy(outputs, targets)
@@ -815,6 +833,8 @@ NO_DATA = {
     "a list": (lambda: [torch.zeros(3, 4), torch.zeros(3)], "got list of 2"),
     "three tensors": (lambda: (torch.zeros(3),) * 3, "got tuple of 3"),
     "a number": (lambda: 5, "got int"),
+    "inputs only": (lambda: torch.zeros(3, 4), "got Tensor"),
+    "an array": (lambda: np.zeros((3, 4)), "got ndarray"),
     "a loader": (lambda: DataLoader([(torch.zeros(4), 0)]), "got DataLoader: give its dataset"),
 }
 
@@ -823,6 +843,43 @@ NO_DATA = {
 def test_data_of_another_kind(build: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=rf"data of a client must be a tuple .*, {message}"):
         Simulation(mlp(), [build()], SISA())
+
+
+def test_arrays_and_lists_are_no_tensors() -> None:
+    message = (
+        "inputs and targets of a client must be tensors, got ndarray and list: torch.as_tensor"
+    )
+    with pytest.raises(TypeError, match=message):
+        simulate(SISA(), 0, clients=[(np.zeros((2, 4)), [0, 1])])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_datasets_of_other_samples(count: int) -> None:
+    data = TensorDataset(*[torch.zeros(3, 4)] * count)
+    with pytest.raises(TypeError, match=r"dataset must be pairs \(input, target\) .*, got Tensor"):
+        Simulation(mlp(), [data], SISA()).round()
+
+
+def test_datasets_of_dictionaries() -> None:
+    class Dictionaries(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.zeros(4), "y": 0}
+
+    data = Dictionaries(torch.zeros(3, 4))
+    with pytest.raises(TypeError, match=r"dataset must be pairs \(input, target\) .*, got dict"):
+        Simulation(mlp(), [data], SISA()).round()
+
+
+@pytest.mark.parametrize("clients", [{"a": 1}, (pair for pair in ())], ids=["dict", "generator"])
+def test_clients_that_are_no_list(clients: Any) -> None:
+    message = f"clients must be a list with the data of each client, got a {type(clients).__name__}"
+    with pytest.raises(TypeError, match=message):
+        Simulation(mlp(), clients, SISA())
+
+
+def test_a_model_that_was_not_made() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got <class '.*Linear'>"):
+        Simulation(nn.Linear, classes(), SISA())  # type: ignore[arg-type]
 
 
 def test_dropout_is_the_same_when_a_round_is_repeated(tmp_path: Path) -> None:
@@ -912,3 +969,15 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
         simulate(SISA(), 0).run(1, checkpoint=path, log=log, progress=False)
     assert path.read_text(encoding="utf-8") == "not a checkpoint"
     assert log.read_text(encoding="utf-8") == "old\n"
+
+
+@pytest.mark.parametrize("content", [mlp().state_dict(), [1]], ids=["weights", "a list"])
+def test_a_checkpoint_of_something_else(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(content, path)
+    before = path.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"checkpoint must .*model\.pt, which holds something else"
+    ):
+        simulate(SISA(), 0).run(1, checkpoint=path, progress=False)
+    assert path.read_bytes() == before

@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -136,13 +136,19 @@ class Simulation:
         robust: RobustSelection | None = None,
         privacy: GaussianNoise | None = None,
     ) -> None:
-        if not clients:
-            raise ValueError("clients must hold the data of at least one client, got none")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {_shown(model)}")
         if not isinstance(algorithm, Algorithm):
             raise TypeError(
                 "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), "
                 f"got {_shown(algorithm)}"
             )
+        if isinstance(clients, Mapping) or not hasattr(clients, "__getitem__"):
+            raise TypeError(
+                f"clients must be a list with the data of each client, got {_shown(clients)}"
+            )
+        if not clients:
+            raise ValueError("clients must hold the data of at least one client, got none")
         if not callable(participation):
             check_range("participation", participation, 0, 1, low_open=True)
         check_count("seed", seed, 0)
@@ -556,13 +562,13 @@ class RunHistory:
             if self._log is not None:
                 self._log.write_text("", encoding="utf-8")
             return None
+        refused = f"checkpoint must be a file that run() wrote, got {self._checkpoint}, which "
         try:
             saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds, and its advice does not apply here
-            raise ValueError(
-                f"checkpoint must be a file that run() wrote, got {self._checkpoint}, which "
-                "cannot be read; it is left as it is"
-            ) from error
+            raise ValueError(refused + "cannot be read; it is left as it is") from error
+        if not isinstance(saved, dict) or saved.keys() != {"state", "rows"}:
+            raise ValueError(refused + "holds something else; it is left as it is")
         self.rows = saved["rows"]
         if self._log is not None:
             lines = (json.dumps(row) + "\n" for row in self.rows)
