@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -188,6 +189,11 @@ def test_a_part_that_runs_out_goes_on_with_its_next_pass() -> None:
 def test_a_mini_batch_may_be_the_whole_part() -> None:
     for drawn in RoundSampler(split(6, 2), 3, rounds=4):
         assert len(set(drawn)) == 3
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_batch_sizes_may_be_an_array(make: Callable[[list[int]], Any]) -> None:
+    assert RoundSampler(split(10, 2), make([2, 1])).batch_size == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,8 @@ class RoundSampler(Sampler[list[int]]):
     ) -> None:
         if not isinstance(parts, Parts):
             raise TypeError(f"parts must be a Parts (see split), got {type(parts).__name__}")
-        per_part = batch_size if isinstance(batch_size, Sequence) else [batch_size] * len(parts)
+        given = batch_size.tolist() if hasattr(batch_size, "tolist") else batch_size  # an array
+        per_part = given if isinstance(given, Sequence) else [given] * len(parts)
         if len(per_part) != len(parts):
             raise ValueError(f"batch_size must be 1 or {len(parts)} integers, got {len(per_part)}")
         self.parts = parts

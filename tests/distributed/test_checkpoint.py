@@ -858,6 +858,13 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     with pytest.raises(ValueError, match=r"file of torchpisa.distributed.export"):
         load(tmp_path / "weights.pt", model, opt)
+    export(folder, tmp_path / "c.pt")
+    data = (tmp_path / "c.pt").read_bytes()
+    for size in (0, len(data) // 2, len(data) - 1):
+        (tmp_path / "c.pt").write_bytes(data[:size])
+        with pytest.raises(ValueError, match=r"got '.*c.pt', which is cut off or"):
+            load(tmp_path / "c.pt", model, opt)
+    (tmp_path / "c.pt").unlink()
     data = (folder / "__0_0.distcp").read_bytes()
     (folder / "__0_0.distcp").write_bytes(data[:-1])
     for read in (lambda: load(folder, model, opt), lambda: export(folder, tmp_path / "c.pt")):
@@ -866,12 +873,30 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match=r"__0_0.distcp is missing or cut off"):
         load(folder, model, opt)
+    index = (folder / ".metadata").read_bytes()
+    for size in (0, len(index) // 2):
+        (folder / ".metadata").write_bytes(index[:size])
+        for read in (lambda: load(folder, model, opt), lambda: export(folder, tmp_path / "c.pt")):
+            with pytest.raises(ValueError, match=r"complete checkpoint, .*c', whose .metadata is"):
+                read()
     assert not (tmp_path / "c.pt").exists()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save_tensors(model.state_dict(), checkpoint_id=tmp_path / "other")
     with pytest.raises(ValueError, match=r"folder of torchpisa.distributed.save.*something else"):
         load(tmp_path / "other", model, opt)
+
+
+def test_a_folder_is_no_file_to_export_to(tmp_path: Path) -> None:
+    """Not found out after writing: what is left would be in the way of the next `save`."""
+    model = network()
+    opt = SISA(model.parameters())
+    folder = tmp_path / "c"
+    save(folder, model, opt)
+    with pytest.raises(ValueError, match=r"file must be a file, got '.*c', which is a folder"):
+        export(folder, folder)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    save(folder, model, opt)
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:

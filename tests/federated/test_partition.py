@@ -10,6 +10,7 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -265,6 +266,8 @@ def test_owners_have_what_is_theirs() -> None:
     assert as_lists(by_owner(owners)) == [[0, 2, 6], [1, 5], [3], [4]]
     assert as_lists(by_owner(owners, smallest=2)) == [[0, 2, 6], [1, 5]]
     assert as_lists(by_owner(iter([3, 3, 1]))) == [[0, 1], [2]]
+    assert as_lists(by_owner(torch.tensor([3, 3, 1]))) == [[0, 1], [2]]
+    assert as_lists(by_owner(np.array([3, 3, 1]))) == [[0, 1], [2]]
 
 
 WAYS: dict[str, Callable[[int], Parts]] = {

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,7 @@ from torchpisa.federated import (
     FullGradient,
     Minibatches,
     Simulation,
+    Timing,
     accuracy,
     cross_entropy,
 )
@@ -227,6 +229,24 @@ def test_clients_that_do_not_exist(chosen: list[int]) -> None:
         simulation.round()
 
 
+@pytest.mark.parametrize(
+    "drawn", [np.array([1, 3]), torch.tensor([1, 3]), (3, 1)], ids=["numpy", "torch", "tuple"]
+)
+def test_numbers_of_clients_may_be_of_any_kind(drawn: Any) -> None:
+    run = simulate(SISA(), 3, participation=lambda k: drawn)
+    plain = simulate(SISA(), 3, participation=lambda k: [1, 3])
+    assert torch.equal(flat(run.server.weights), flat(plain.server.weights))
+    assert torch.equal(flat(run.memory_of(1)["dual"]), flat(plain.memory_of(1)["dual"]))
+
+
+@pytest.mark.parametrize("drawn", [None, 0.5, [0.0, 1.0], ["a"], [True, False], torch.rand(5) > 0])
+def test_participation_that_returns_something_else(drawn: Any) -> None:
+    simulation = simulate(SISA(), 0, participation=lambda k: drawn)
+    message = f"participation must return the numbers of clients, got {drawn!r}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        simulation.round()
+
+
 @both_ways
 @every_algorithm
 def test_the_model_and_the_data_are_not_modified(name: str, batched: bool) -> None:
@@ -392,6 +412,62 @@ def test_an_interrupted_run_is_the_undisturbed_one(
     assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
     assert [json.loads(line) for line in files["log"].read_text().splitlines()] == rows
     assert [path.name for path in files["checkpoint"].parent.iterdir()] == ["run.pt"]
+
+
+@pytest.mark.parametrize("name", ["SISA", "Scaffold", "FedAvg"])
+def test_a_round_that_was_interrupted_does_no_harm(name: str, tmp_path: Path) -> None:
+    """Ctrl-C after two of five clients, whose duals have moved and whose updates are lost."""
+    calls, stop = 0, 5 * 3 + 3  # in the third client of the fourth round
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == stop:
+            raise KeyboardInterrupt
+        return half_square(outputs, targets)
+
+    def start() -> Simulation:
+        algorithm = MAKERS[name](local=FullGradient())
+        return Simulation(straight(), least_squares(), algorithm, loss=loss, batched=False)
+
+    calls = stop
+    whole = start()
+    whole.run(6, progress=False)
+    calls = 0
+    run, path = start(), tmp_path / "run.pt"
+    with pytest.raises(KeyboardInterrupt):
+        run.run(6, checkpoint=path, progress=False)
+    assert run.iteration == 3
+    if name == "FedAvg":  # has no memory that could have moved
+        run.run(6, progress=False)
+        assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
+    else:
+        for go_on in (run.round, run.state_dict, lambda: run.run(6, progress=False)):
+            with pytest.raises(RuntimeError, match="round 4 was interrupted: some clients' memory"):
+                go_on()
+    run.run(6, checkpoint=path, progress=False)
+    assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
+
+
+def test_a_round_that_was_interrupted_before_anything_changed() -> None:
+    """All clients at once, whose duals are still those of the round before."""
+    stop = False
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if stop:
+            raise KeyboardInterrupt
+        return half_square(outputs, targets)
+
+    run = Simulation(straight(), least_squares(), SISA(), loss=loss, batched=True)
+    run.run(3, progress=False)
+    stop = True
+    with pytest.raises(KeyboardInterrupt):
+        run.run(6, progress=False)
+    stop = False
+    run.run(6, progress=False)
+    whole = Simulation(straight(), least_squares(), SISA(), loss=loss, batched=True)
+    whole.run(6, progress=False)
+    assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
 
 
 def test_without_a_checkpoint_a_log_begins_anew(tmp_path: Path) -> None:
@@ -677,6 +753,24 @@ def test_accuracy(chunk: int) -> None:
     assert measured["loss"] == pytest.approx(float(F.cross_entropy(outputs, y)), rel=1e-6)
 
 
+NO_TEST_DATA: dict[str, tuple[Build, str]] = {
+    "arrays": (lambda: accuracy(np.zeros((2, 4)), np.zeros(2)), "got ndarray and ndarray"),  # type: ignore[arg-type]
+    "lengths": (lambda: accuracy(torch.zeros(3, 4), torch.zeros(2)), "at least 1, got 3 and 2"),
+    "nothing": (lambda: accuracy(torch.zeros(0, 4), torch.zeros(0)), "at least 1, got 0 and 0"),
+    "chunk": (lambda: accuracy(*classes()[0], chunk=0), "chunk must be an integer >= 1, got 0"),
+    "a column": (
+        lambda: accuracy(classes()[0][0], classes()[0][1][:, None], half_square)(mlp()),
+        "targets must be one class per sample (or position of a text), shape (7,), got (7, 1)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), NO_TEST_DATA.values(), ids=NO_TEST_DATA)
+def test_accuracy_on_something_else(build: Build, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        build()
+
+
 def test_losses_of_texts_are_averaged_over_their_positions() -> None:
     outputs, targets = torch.randn(4, 3, 7), torch.randint(0, 3, (4, 7))
     losses = cross_entropy(outputs, targets)
@@ -739,6 +833,8 @@ NO_DATA = {
     "a list": (lambda: [torch.zeros(3, 4), torch.zeros(3)], "got list of 2"),
     "three tensors": (lambda: (torch.zeros(3),) * 3, "got tuple of 3"),
     "a number": (lambda: 5, "got int"),
+    "inputs only": (lambda: torch.zeros(3, 4), "got Tensor"),
+    "an array": (lambda: np.zeros((3, 4)), "got ndarray"),
     "a loader": (lambda: DataLoader([(torch.zeros(4), 0)]), "got DataLoader: give its dataset"),
 }
 
@@ -747,6 +843,43 @@ NO_DATA = {
 def test_data_of_another_kind(build: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=rf"data of a client must be a tuple .*, {message}"):
         Simulation(mlp(), [build()], SISA())
+
+
+def test_arrays_and_lists_are_no_tensors() -> None:
+    message = (
+        "inputs and targets of a client must be tensors, got ndarray and list: torch.as_tensor"
+    )
+    with pytest.raises(TypeError, match=message):
+        simulate(SISA(), 0, clients=[(np.zeros((2, 4)), [0, 1])])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_datasets_of_other_samples(count: int) -> None:
+    data = TensorDataset(*[torch.zeros(3, 4)] * count)
+    with pytest.raises(TypeError, match=r"dataset must be pairs \(input, target\) .*, got Tensor"):
+        Simulation(mlp(), [data], SISA()).round()
+
+
+def test_datasets_of_dictionaries() -> None:
+    class Dictionaries(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.zeros(4), "y": 0}
+
+    data = Dictionaries(torch.zeros(3, 4))
+    with pytest.raises(TypeError, match=r"dataset must be pairs \(input, target\) .*, got dict"):
+        Simulation(mlp(), [data], SISA()).round()
+
+
+@pytest.mark.parametrize("clients", [{"a": 1}, (pair for pair in ())], ids=["dict", "generator"])
+def test_clients_that_are_no_list(clients: Any) -> None:
+    message = f"clients must be a list with the data of each client, got a {type(clients).__name__}"
+    with pytest.raises(TypeError, match=message):
+        Simulation(mlp(), clients, SISA())
+
+
+def test_a_model_that_was_not_made() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got <class '.*Linear'>"):
+        Simulation(nn.Linear, classes(), SISA())  # type: ignore[arg-type]
 
 
 def test_dropout_is_the_same_when_a_round_is_repeated(tmp_path: Path) -> None:
@@ -793,6 +926,39 @@ def test_evaluate_that_returns_nothing() -> None:
         simulate(SISA(), 0).run(1, evaluate=nothing, progress=False)
 
 
+def test_evaluate_that_returns_something_else() -> None:
+    with pytest.raises(TypeError, match=r"evaluate must return numbers by name .*, got \{'a': <"):
+        simulate(SISA(), 0).run(1, evaluate=lambda model: {"a": object()}, progress=False)  # type: ignore[dict-item]
+
+
+NUMPY: dict[str, Callable[[], Simulation]] = {
+    "participation": lambda: simulate(SISA(), 0, participation=lambda k: np.arange(k % 5 + 1)),
+    "lr": lambda: simulate(FedAvg(lr=np.float64(0.1)), 0),
+    "lr_decay": lambda: simulate(FedAvg(lr=0.1, lr_decay=lambda k: np.cos(0.1 * k)), 0),
+    "delay": lambda: simulate(
+        SISA(), 0, timing=Timing(lambda client, k: np.float64(1 + client * k), enough=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("start", NUMPY.values(), ids=NUMPY)
+def test_a_checkpoint_can_be_read_whoever_made_its_numbers(
+    start: Callable[[], Simulation], tmp_path: Path
+) -> None:
+    def evaluate(model: nn.Module) -> Any:
+        return {"one": np.float64(0.5), "two": torch.tensor(2), "three": np.arange(2)}
+
+    path, log = tmp_path / "run.pt", tmp_path / "log.jsonl"
+    for rounds in (3, 6):
+        run = start()
+        rows = run.run(rounds, evaluate=evaluate, checkpoint=path, log=log, progress=False)
+    assert [rows[-1][name] for name in ("one", "two", "three")] == [0.5, 2, [0, 1]]
+    assert len(log.read_text(encoding="utf-8").splitlines()) == 7
+    whole = start()
+    whole.run(6, progress=False)
+    assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
+
+
 def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     path, log = tmp_path / "c.pt", tmp_path / "log.jsonl"
     path.write_text("not a checkpoint", encoding="utf-8")
@@ -803,3 +969,15 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
         simulate(SISA(), 0).run(1, checkpoint=path, log=log, progress=False)
     assert path.read_text(encoding="utf-8") == "not a checkpoint"
     assert log.read_text(encoding="utf-8") == "old\n"
+
+
+@pytest.mark.parametrize("content", [mlp().state_dict(), [1]], ids=["weights", "a list"])
+def test_a_checkpoint_of_something_else(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(content, path)
+    before = path.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"checkpoint must .*model\.pt, which holds something else"
+    ):
+        simulate(SISA(), 0).run(1, checkpoint=path, progress=False)
+    assert path.read_bytes() == before

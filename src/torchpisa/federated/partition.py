@@ -236,6 +236,8 @@ def by_owner(owners: Iterable[Hashable], *, smallest: int = 1) -> Parts:
     check_count("smallest", smallest)
     samples: dict[Hashable, list[int]] = {}
     for index, owner in enumerate(owners):
+        if isinstance(owner, Tensor):  # two tensors are never the same key
+            owner = owner.item()
         samples.setdefault(owner, []).append(index)
     parts = [own for own in samples.values() if len(own) >= smallest]
     if not parts:

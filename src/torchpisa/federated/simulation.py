@@ -4,9 +4,10 @@ import copy
 import dataclasses
 import json
 import math
+import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -135,13 +136,19 @@ class Simulation:
         robust: RobustSelection | None = None,
         privacy: GaussianNoise | None = None,
     ) -> None:
-        if not clients:
-            raise ValueError("clients must hold the data of at least one client, got none")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {_shown(model)}")
         if not isinstance(algorithm, Algorithm):
             raise TypeError(
                 "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), "
                 f"got {_shown(algorithm)}"
             )
+        if isinstance(clients, Mapping) or not hasattr(clients, "__getitem__"):
+            raise TypeError(
+                f"clients must be a list with the data of each client, got {_shown(clients)}"
+            )
+        if not clients:
+            raise ValueError("clients must hold the data of at least one client, got none")
         if not callable(participation):
             check_range("participation", participation, 0, 1, low_open=True)
         check_count("seed", seed, 0)
@@ -189,6 +196,7 @@ class Simulation:
             if memory is None
             else FileMemoryStore(initial, memory)
         )
+        self._changes = 0  # of the clients' memory by the end of the last round
         shared = (self._memory, seed, self._alphas)
         self._clients: BatchedClients | SequentialClients
         if batched is False or self.why_in_turn is not None:
@@ -223,7 +231,14 @@ class Simulation:
         """
         m = len(self._sizes)
         if callable(self._participation):
-            chosen = sorted(set(self._participation(iteration)))
+            drawn = self._participation(iteration)
+            try:  # plain integers: torch's are never equal, and a checkpoint cannot hold NumPy's
+                numbers = drawn.tolist() if hasattr(drawn, "tolist") else drawn
+                chosen = sorted({_client_number(client) for client in numbers})
+            except TypeError:
+                raise TypeError(
+                    f"participation must return the numbers of clients, got {drawn!r}"
+                ) from None
             if any(not 0 <= client < m for client in chosen):
                 raise ValueError(
                     f"participation must return clients from 0 to {m - 1}, got {chosen}"
@@ -244,6 +259,7 @@ class Simulation:
     @torch.no_grad()
     def round(self) -> None:
         """Run one round."""
+        self._refuse_if_interrupted()
         server = self.algorithm.open(self.server)
         present = self.present(server.iteration)
         arrivals = self._wait(present, server.iteration)
@@ -284,6 +300,16 @@ class Simulation:
             self._account.add({str(client): float(self._alphas[client]) for client in accepted})
         self._withdraw()
         self._copy_weights_into_model()
+        self._changes = self._memory.changes
+
+    def _refuse_if_interrupted(self) -> None:
+        """Raise RuntimeError if some clients have moved on in a round that was not closed."""
+        if self._memory.changes != self._changes:
+            raise RuntimeError(
+                f"round {self.iteration + 1} was interrupted: some clients' memory has moved on "
+                "without the server. Load a state from before the round, as run() does by itself "
+                "if it had a checkpoint, or make a new Simulation"
+            )
 
     def _sent(
         self,
@@ -396,6 +422,8 @@ class Simulation:
 
         Raises:
             FloatingPointError: the weights are no longer finite.
+            RuntimeError: an earlier round was interrupted, by Ctrl-C or an error in the loss, and
+                there is no checkpoint to go back to.
         """
         check_count("rounds", rounds, 0)
         check_count("every", every)
@@ -440,11 +468,14 @@ class Simulation:
             return {}
         self.model.eval()
         metrics = evaluate(self.model)
-        if not isinstance(metrics, dict):
+        try:  # as a log and a checkpoint can hold them: NumPy's numbers could not be read back
+            plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in metrics.items()}
+            json.dumps(plain)
+        except (AttributeError, TypeError, ValueError):
             raise TypeError(
                 f"evaluate must return numbers by name in a dictionary, got {metrics!r}"
-            )
-        return metrics
+            ) from None
+        return plain
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to continue: server, clients' memory and counts.
@@ -452,6 +483,7 @@ class Simulation:
         With a folder for the clients' `memory` it refers to that folder, and is valid until `run`
         writes its next checkpoint.
         """
+        self._refuse_if_interrupted()
         state = {
             "setting": self._setting(),
             "server": vars(self.server),
@@ -495,6 +527,7 @@ class Simulation:
             self._rejections = copied["rejections"]
         if self._account is not None:
             self._account.spent = copied["spent"]
+        self._changes = self._memory.changes
         self._copy_weights_into_model()
 
     def _setting(self) -> dict[str, Any]:
@@ -529,13 +562,13 @@ class RunHistory:
             if self._log is not None:
                 self._log.write_text("", encoding="utf-8")
             return None
+        refused = f"checkpoint must be a file that run() wrote, got {self._checkpoint}, which "
         try:
             saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds, and its advice does not apply here
-            raise ValueError(
-                f"checkpoint must be a file that run() wrote, got {self._checkpoint}, which "
-                "cannot be read; it is left as it is"
-            ) from error
+            raise ValueError(refused + "cannot be read; it is left as it is") from error
+        if not isinstance(saved, dict) or saved.keys() != {"state", "rows"}:
+            raise ValueError(refused + "holds something else; it is left as it is")
         self.rows = saved["rows"]
         if self._log is not None:
             lines = (json.dumps(row) + "\n" for row in self.rows)
@@ -563,6 +596,12 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, dict):
         return {key: _copied(entry, device) for key, entry in value.items()}
     return [_copied(entry, device) for entry in value] if isinstance(value, list) else value
+
+
+def _client_number(value: Any) -> int:
+    if isinstance(value, bool):  # of a mask
+        raise TypeError
+    return operator.index(value)
 
 
 def _shown(value: object) -> str:

@@ -47,7 +47,7 @@ class Timing:
         """Return the time at which a client's update arrives if its round begins now."""
         delay = self.delay(client, iteration)
         check_range(f"delay of client {client} in round {iteration}", delay, 0)
-        return now + delay
+        return now + float(delay)  # NumPy's numbers cannot be read back from a checkpoint
 
     def end(self, now: float, arrivals: Iterable[float]) -> float:
         """Return the end of a round that begins now.

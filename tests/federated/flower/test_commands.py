@@ -1,5 +1,6 @@
 """The command: trainings of a folder, eviction, and what it says to mistakes."""
 
+import pytest
 import torch
 
 from tests.federated.flower.fake import federation, model, start, strategy
@@ -24,6 +25,30 @@ def test_commands_explain_themselves(tmp_path, capsys):
     start(federation(None), strategy(tmp_path / "no.pt", ledger=False), 2)
     assert command(["evict", str(tmp_path / "no.pt"), "1"]) == 1
     assert "ledger=True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("evict", "no/server.pt", "1"),
+        ("show", "no/server.pt"),
+        ("show", "."),
+        ("trainings", "no"),
+        ("export", "server.pt", "no/model.pt"),
+        ("export", "server.pt", "."),
+    ],
+    ids=" ".join,
+)
+def test_wrong_paths(arguments, tmp_path, capsys, monkeypatch):
+    """They are named in one line, and nothing is made at a path with a typing error."""
+    monkeypatch.chdir(tmp_path)
+    start(federation(None), strategy(tmp_path / "server.pt"), 1)
+    capsys.readouterr()
+    before = sorted(tmp_path.rglob("*"))
+    assert command(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert arguments[-1 if arguments[0] == "export" else 1] in line
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_weights_are_exported(tmp_path, capsys):

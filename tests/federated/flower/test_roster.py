@@ -54,7 +54,7 @@ def test_bad_count_refuses_that_client_and_not_the_start():
     assert sorted(server.clients) == ["1", "2", "3", "4"]
     grid, server = federation(None, 4), strategy(clients=4)
     grid.tricks[0] = claiming(10**12)
-    with pytest.raises(TimeoutError, match=r"got 3: \['1', '2', '3'\]. client '0' claims"):
+    with pytest.raises(TimeoutError, match=r"got 3: \['1', '2', '3'\]. node 0: client '0' claims"):
         start(grid, server, 2)
 
 

@@ -29,7 +29,7 @@ from torchpisa.federated import (
     ServerMuon,
     Simulation,
 )
-from torchpisa.federated.flower import Screen, arrays, load_arrays
+from torchpisa.federated.flower import Screen, arrays, client_app, load_arrays
 from torchpisa.preconditioners import Identity
 
 ALGORITHMS = [
@@ -174,6 +174,19 @@ def test_too_few_clients_is_an_error():
         strategy(clients=5).start(federation(None), arrays(model()), 1)
 
 
+def test_too_few_clients_is_an_error_that_says_why():
+    """Clients whose data cannot be read, which otherwise only the log of the server has."""
+
+    def nothing(context):
+        return torch.zeros(0, 3), torch.zeros(0)
+
+    grid = federation(None, clients=1)
+    for node in (1, 2):
+        grid.add(node, client_app(model, nothing, SISA(sigma=5.0, rho=1.0)), str(node))
+    with pytest.raises(TimeoutError, match=r"got 1: .*\. node 1, node 2: .* one sample, got 0$"):
+        strategy(clients=3).start(grid, arrays(model()), 1)
+
+
 def test_late_client_is_admitted(tmp_path):
     grid = federation(tmp_path)
     late = grid.nodes.pop(3)
@@ -295,3 +308,25 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path):
 def test_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         strategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: strategy(algorithm=SISA), r"algorithm must be one of .*, got <class .*SISA'>"),
+        (lambda: strategy(screen=3.0), "screen must be a Screen or None, got 3.0"),
+        (lambda: strategy(robust=True), "robust must be a RobustSelection or None, got True"),
+        (lambda: strategy(privacy=1.0), "privacy must be a GaussianNoise or None, got 1.0"),
+        (
+            lambda: strategy().start(federation(None), model(), 1),
+            r"initial_arrays must be .*arrays\(model\), got a Sequential",
+        ),
+        (lambda: client_app(model(), print, SISA()), "model must be a function .*, got a Sequ"),
+        (lambda: client_app(model, client_data(0), SISA()), "data must be a function .* a tuple"),
+        (lambda: client_app(model, print, SISA), "algorithm must be one .*, got <class .*SISA'>"),
+        (lambda: client_app(model, print, SISA(), privacy=1.0), "privacy must be .*, got 1.0"),
+    ],
+)
+def test_arguments_of_another_kind(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()

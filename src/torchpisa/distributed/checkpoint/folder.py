@@ -161,8 +161,10 @@ def export(directory: Location, file: Location) -> None:
         file: an existing one is replaced when the new one is complete.
 
     Raises:
-        ValueError: the folder is not a complete checkpoint.
+        ValueError: the folder is not a complete checkpoint, or `file` is a folder.
     """
+    if Path(file).is_dir():
+        raise ValueError(f"file must be a file, got {str(file)!r}, which is a folder")
     source = Folder(_intact(Path(directory).resolve()))
     everything = source.contents.as_one_rank()
     prefix = model_key("")

@@ -57,7 +57,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _foreign(path: Path) -> ValueError:
-    return ValueError(f"path must be {_LEGAL}, got {str(path)!r}, which something else wrote")
+    return ValueError(
+        f"path must be {_LEGAL}, got {str(path)!r}, which is cut off or which something else wrote"
+    )
 
 
 def _contents(held: dict[str, Any], path: Path) -> Contents:
@@ -82,7 +84,13 @@ class Folder:
                 "whatever wrote it did not finish"
             )
         self._reader = FileSystemReader(path)
-        self._metadata = metadata = self._reader.read_metadata()
+        try:
+            self._metadata = metadata = self._reader.read_metadata()
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(
+                f"path must be a complete checkpoint, got {str(path)!r}, whose {METADATA} is cut "
+                "off or damaged"
+            ) from error
         self.kinds = {
             key: TensorKind(entry.size, entry.properties.dtype)
             for key, entry in metadata.state_dict_metadata.items()
@@ -123,8 +131,10 @@ class File:
     def __init__(self, path: Path) -> None:
         try:
             held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise _foreign(path) from error
+        except PermissionError:
+            raise
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            raise _foreign(path) from error  # torch.load maps a file that is cut off: OSError
         if not isinstance(held, dict) or MARK not in held:
             raise _foreign(path)
         self.contents = _contents(held[MARK], path)

@@ -62,6 +62,11 @@ class ServerState:
     iteration: int = 0
     buffers: Fields = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # A schedule may return NumPy's numbers, which cannot be read back from a checkpoint.
+        numbers = {name: float(value) for name, value in self.numbers.items()}
+        object.__setattr__(self, "numbers", numbers)
+
 
 class Algorithm(ABC):
     r"""A federated algorithm: pure functions for the server and for a client.

@@ -22,7 +22,9 @@ def sample_count(data: Data) -> int:
     """
     pair = isinstance(data, tuple) and len(data) == 2
     indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    if (isinstance(data, tuple | list) and not pair) or not indexed:
+    # A tensor or array can be indexed like a dataset, but has no targets.
+    array = isinstance(data, tuple | list) or hasattr(data, "__array__")
+    if (array and not pair) or not indexed:
         raise TypeError(
             "data of a client must be a tuple (inputs, targets) or a map-style dataset with a "
             f"length, got {type(data).__name__}"
@@ -31,6 +33,11 @@ def sample_count(data: Data) -> int:
         )
     if isinstance(data, tuple):
         inputs, targets = data
+        if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
+            raise TypeError(
+                "inputs and targets of a client must be tensors, got "
+                f"{type(inputs).__name__} and {type(targets).__name__}: torch.as_tensor makes them"
+            )
         if len(inputs) != len(targets):
             raise ValueError(
                 "inputs and targets of a client must have one length, got "
@@ -49,5 +56,12 @@ def take_samples(data: Data, index: Tensor, device: torch.device) -> tuple[Tenso
     if isinstance(data, tuple):
         inputs, targets = (tensor[index.to(tensor.device)] for tensor in data)
     else:
-        inputs, targets = default_collate([data[i] for i in index.tolist()])
+        batch = default_collate([data[i] for i in index.tolist()])
+        if not isinstance(batch, list) or [isinstance(t, Tensor) for t in batch] != [True, True]:
+            kinds = [type(t).__name__ for t in batch] if isinstance(batch, list) else []
+            raise TypeError(
+                "samples of a client's dataset must be pairs (input, target) of arrays or "
+                f"numbers, got {', '.join(kinds) or type(batch).__name__}"
+            )
+        inputs, targets = batch
     return inputs.to(device), targets.to(device)

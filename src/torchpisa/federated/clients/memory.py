@@ -34,7 +34,13 @@ HEAD = struct.Struct("<QQ")  # of a record: its client, and a number drawn when 
 
 
 class MemoryStore(Protocol):
-    """A store for the memories of all clients; a client starts with the initial memory."""
+    """A store for the memories of all clients; a client starts with the initial memory.
+
+    Attributes:
+        changes: a number that grows with every change of a memory.
+    """
+
+    changes: int
 
     def load(self, clients: Sequence[int]) -> Fields:
         """Return a copy of the memory of each of `clients`, stacked in that order."""
@@ -66,6 +72,7 @@ class TensorMemoryStore:
     """
 
     def __init__(self, initial: Fields, clients: int) -> None:
+        self.changes = 0
         self._initial = initial
         self._clients = clients
         self._slots: dict[int, int] = {}
@@ -83,6 +90,7 @@ class TensorMemoryStore:
         return loaded
 
     def save(self, clients: Sequence[int], memories: Fields) -> None:
+        self.changes += bool(self._initial)
         for client in clients:
             self._slots.setdefault(client, len(self._slots))
         self._reserve(len(self._slots))
@@ -136,6 +144,7 @@ class FileMemoryStore:
     """
 
     def __init__(self, initial: Fields, folder: str | os.PathLike[str]) -> None:
+        self.changes = 0
         self._initial = initial
         self._folder = Path(folder)
         self._run = secrets.token_bytes(16)
@@ -169,6 +178,8 @@ class FileMemoryStore:
         content = self._room(len(clients))
         for kind, name, column in self._columns(content):
             column.copy_(memories[kind][name].detach())
+        self._opened()  # fails before anything has changed
+        self.changes += 1
         for row, client in enumerate(clients):
             old = self._records[client][0] if client in self._records else None
             slot = old if old is not None and old in self._fresh else self._free_slot()

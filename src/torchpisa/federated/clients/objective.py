@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchpisa.checks import check_count
 from torchpisa.federated.algorithms.base import Tensors
 
 __all__ = [
@@ -116,7 +117,21 @@ class Objective:
 def accuracy(
     inputs: Tensor, targets: Tensor, loss: Loss = cross_entropy, chunk: int = 8192
 ) -> Callable[[nn.Module], dict[str, float]]:
-    """Return a function that measures a classifier: `accuracy` in percent, and `loss`."""
+    """Return a function that measures a classifier: `accuracy` in percent, and `loss`.
+
+    Raises:
+        TypeError: inputs and targets are not tensors.
+        ValueError: they are empty or of different lengths.
+    """
+    if not all(isinstance(given, Tensor) for given in (inputs, targets)):
+        kinds = f"{type(inputs).__name__} and {type(targets).__name__}"
+        raise TypeError(f"inputs and targets must be tensors, got {kinds}")
+    if len(inputs) != len(targets) or not len(targets):
+        raise ValueError(
+            "inputs and targets must have one length, at least 1, got "
+            f"{len(inputs)} and {len(targets)}"
+        )
+    check_count("chunk", chunk)
 
     @torch.no_grad()
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -125,7 +140,13 @@ def accuracy(
         parts = zip(torch.split(inputs, chunk), torch.split(targets, chunk), strict=True)
         for x, y in parts:
             outputs, y = model(x.to(device)), y.to(device)
-            hits = hits + (outputs.argmax(1) == y).sum()
+            classes = outputs.argmax(1)
+            if classes.shape != y.shape:
+                raise ValueError(
+                    "targets must be one class per sample (or position of a text), shape "
+                    f"{tuple(classes.shape)}, got {tuple(y.shape)}"
+                )
+            hits = hits + (classes == y).sum()
             losses = losses + loss(outputs, y).sum()
         count = targets.numel()
         return {"accuracy": 100 * float(hits) / count, "loss": float(losses) / len(targets)}

@@ -78,6 +78,18 @@ def client_app(
         An app that answers `train`, `query` and `evaluate` messages of `FederatedStrategy`.
     """
     check_mods(mods)
+    for name, function in (("model", model), ("data", data)):
+        if not callable(function) or isinstance(function, nn.Module):
+            raise TypeError(
+                f"{name} must be a function that returns it, got a {type(function).__name__}"
+            )
+    if isinstance(algorithm, type) or not (isinstance(algorithm, Algorithm) or callable(algorithm)):
+        raise TypeError(
+            "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), or "
+            f"a function of the context that returns one, got {algorithm!r}"
+        )
+    if privacy is not None and not isinstance(privacy, GaussianNoise):
+        raise TypeError(f"privacy must be a GaussianNoise or None, got {privacy!r}")
     client = _Client(model, data, algorithm, loss, folder, evaluate, privacy)
     app = ClientApp(mods=list(mods))
     app.train()(client.train)

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         chosen.run(chosen)
-    except (CommandError, DamagedFileError, InUseError) as error:
+    except (CommandError, DamagedFileError, InUseError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -119,6 +119,7 @@ def _changes_checkpoint(
     name: str, change: Callable[[Checkpoint, str], None]
 ) -> Callable[[argparse.Namespace], None]:
     def run(chosen: argparse.Namespace) -> None:
+        _read(chosen.checkpoint)  # first, because locking makes files
         with checkpoints.locked(chosen.checkpoint, f"of the command {name!r}"):
             saved = _read(chosen.checkpoint)
             change(saved, chosen.client)
@@ -195,7 +196,8 @@ def _show(chosen: argparse.Namespace) -> None:
 
 def _export(chosen: argparse.Namespace) -> None:
     saved = _read(chosen.checkpoint)
-    torch.save(saved.server.weights, chosen.file)
+    with chosen.file.open("wb") as stream:
+        torch.save(saved.server.weights, stream)
     print(f"export: weights after round {saved.server.iteration} in {chosen.file}")
 
 

@@ -67,6 +67,7 @@ class Roster:
         clients: the clients, by name.
         online: the nodes that are online.
         refused: reasons for refusing nodes, by node.
+        failures: reasons for which nodes could not introduce themselves at the last try, by node.
         evicted: names that are refused.
         lives: the next `life` of clients that have left.
         put_aside: reasons for not asking clients again in this run, by name.
@@ -83,6 +84,7 @@ class Roster:
         self.clients: dict[str, Client] = {}
         self.online: set[int] = set()
         self.refused: dict[int, str] = {}
+        self.failures: dict[int, str] = {}
         self.evicted: set[str] = set()
         self.lives: dict[str, int] = {}
         self.put_aside: dict[str, str] = {}
@@ -133,6 +135,12 @@ class Roster:
         candidates = (self.clients[name] for name in self.names if name not in self.put_aside)
         return [client for client in candidates if client.node in self.online]
 
+    @property
+    def problems(self) -> dict[str, str]:
+        """Return the reasons for which nodes that are online are not clients, by node."""
+        reasons = {**self.failures, **self.refused}
+        return {f"node {node}": why for node, why in reasons.items() if node in self.online}
+
     def update(self, grid: Grid) -> None:
         """Find nodes, ask new ones to register, and read replies, without waiting."""
         self._keys = _online(grid)
@@ -170,11 +178,13 @@ class Roster:
             self._note_failure(node, error)
             return
         self._asked[node] = None, self._asked[node][1]
+        self.failures.pop(node, None)
         self._register(node, *introduction)
 
     def _note_failure(self, node: int, error: Exception) -> None:
         """Record that a node has failed to register; it is asked again later."""
         self._asked[node] = None, self._asked[node][1]
+        self.failures[node] = str(error)
         _log.warning("node %d has not introduced itself: %s", node, error)
 
     def _register(self, node: int, name: str, claimed: int) -> None:

@@ -151,6 +151,18 @@ class FederatedStrategy(Strategy):
         evaluate: bool = False,
         poll: float = 0.5,
     ) -> None:
+        if not isinstance(algorithm, Algorithm):
+            raise TypeError(
+                "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), "
+                f"got {algorithm!r}"
+            )
+        for name, value, kind in (
+            ("screen", screen, Screen),
+            ("robust", robust, RobustSelection),
+            ("privacy", privacy, GaussianNoise),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__} or None, got {value!r}")
         check_count("clients", clients)
         check_range("deadline", deadline, 0, low_open=True, high_open=True)
         check_range("patience", patience, 0, high_open=True)
@@ -248,6 +260,11 @@ class FederatedStrategy(Strategy):
         check_count("num_rounds", num_rounds, 0)
         if self._server is not None:
             raise RuntimeError("a strategy can be started once: make a new one for a new training")
+        if not isinstance(initial_arrays, ArrayRecord):
+            raise TypeError(
+                "initial_arrays must be torchpisa.federated.flower.arrays(model), got a "
+                f"{type(initial_arrays).__name__}"
+            )
         self._run = _run_id(grid)
         file = self._checkpoint
         with nullcontext() if file is None else checkpoints.locked(file, self._run):
@@ -373,7 +390,7 @@ class FederatedStrategy(Strategy):
             raise TimeoutError(
                 f"clients={self._min_clients} clients must introduce themselves within "
                 f"patience={self._patience:g} s, got {len(present)}: {present}. "
-                f"{' '.join(self._roster.refused.values())}".rstrip()
+                f"{_grouped(self._roster.problems)}".rstrip()
             )
         _log.warning("going on with %d clients of %d: %s", len(present), len(self.clients), present)
 
