@@ -766,11 +766,14 @@ def _by_dtype(members: list[Member], key: str) -> list[list[Member]]:
         key: the state whose dtype counts.
     """
     lists: dict[object, list[Member]] = {}
+    last, alike = None, []
     for member in members:
         param, grad, state, whole = member
         grad_dtype = None if grad is None else grad.dtype
         shared = param.get_device(), param.dtype, state[key].dtype, grad_dtype, whole is None
-        lists.setdefault(shared, []).append(member)
+        if shared != last:
+            last, alike = shared, lists.setdefault(shared, [])
+        alike.append(member)
     return list(lists.values())
 
 

@@ -80,7 +80,7 @@ def examine(
         if not later and not kernel.finds_nonfinite:
             for member in part_members:
                 grad = member.grad
-                if grad is not None and grad.numel():
+                if grad is not None:
                     plain = type(grad) is Tensor and not grad.is_complex()
                     unchecked.append(grad if plain else real(dtensor.local(grad)))
     if found_inf is None and mode == "raise":
@@ -311,7 +311,7 @@ def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor | bool:
     On other devices it checks the norms of all gradients in one call, so a gradient whose square
     overflows counts as infinite.
     """
-    small: dict[torch.dtype, list[Tensor]] = {}
+    small: list[Tensor] = []
     elsewhere: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     any_bad: Tensor | bool = False
     for grad in grads:
@@ -320,10 +320,9 @@ def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor | bool:
         elif grad.numel() > _SMALL:
             any_bad = any_bad or _has_nonfinite(grad)
         else:
-            flat = grad if grad.dim() == 1 else grad.reshape(-1)
-            small.setdefault(grad.dtype, []).append(flat)
-    for alike in small.values():  # one copy and one call cost less than many calls
-        any_bad = any_bad or _has_nonfinite(torch.cat(alike))
+            small.append(grad if grad.dim() == 1 else grad.reshape(-1))
+    if small:  # one copy and one call cost less than many calls
+        any_bad = any_bad or _has_nonfinite(torch.cat(small))
     for (_, dtype), alike in elsewhere.items():
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(alike, 2, wide))
