@@ -23,6 +23,7 @@ __all__ = [
     "display_name",
     "draw",
     "epoch_costs",
+    "epoch_times",
     "group_runs",
     "list_not_run",
     "mean_or_inf",
@@ -110,6 +111,16 @@ def epoch_costs(log: dict[str, Any]) -> Run:
         "epoch_seconds": round(statistics.median(times or log["elapsed"]), 3),
         "state_bytes": log["state_bytes"][-1],
     }
+
+
+def epoch_times(by_optimizer: Mapping[str, Sequence[Run]]) -> dict[str, str]:
+    """Return the median seconds of an epoch by optimizer: on GPUs, if there are runs on GPUs."""
+    gpus = any(run["hardware"]["gpu"] for runs in by_optimizer.values() for run in runs)
+    times = {}
+    for label, runs in by_optimizer.items():
+        seconds = [run["epoch_seconds"] for run in runs if run["hardware"]["gpu"] or not gpus]
+        times[label] = f"{statistics.median(seconds):.2f}" if seconds else "-"
+    return times
 
 
 def describe_settings(settings: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Results: condensed runs, statements, picture and tables."""
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from recipes.curves import (
     describe_settings,
     display_name,
     epoch_costs,
+    epoch_times,
     group_runs,
     list_not_run,
     run_facts,
@@ -105,7 +105,7 @@ def report(results: Results) -> str:
 
 
 def distances(kind: str, features: str, by_optimizer: dict[str, list[Run]]) -> str:
-    lines = []
+    lines, seconds = [], epoch_times(by_optimizer)
     for label, runs in by_optimizer.items():
         paper = None if runs[0]["digits"] else TABLE[kind].get(label)
         lines.append(
@@ -113,7 +113,7 @@ def distances(kind: str, features: str, by_optimizer: dict[str, list[Run]]) -> s
                 *(display_name(label), describe_settings(runs[0]["settings"]), len(runs)),
                 mean_sd(run["last"] for run in runs if run["last"] is not None),
                 "-" if paper is None else f"{paper[0]:.2f} ± {paper[1]:.2f}",
-                f"{statistics.median(run['epoch_seconds'] for run in runs):.2f}",
+                seconds[label],
             ]
         )
     heads = ["", "settings", "seeds", f"FID ({features})", "paper, 100 epochs (Inception)"]

@@ -1,6 +1,5 @@
 """Results: condensed runs, statements, picture and tables."""
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from recipes.curves import (
     describe_settings,
     display_name,
     epoch_costs,
+    epoch_times,
     group_runs,
     list_not_run,
     run_facts,
@@ -115,7 +115,7 @@ def report(results: Results) -> str:
 
 
 def perplexities(layers: int, by_optimizer: dict[str, list[Run]]) -> str:
-    lines = []
+    lines, seconds = [], epoch_times(by_optimizer)
     for label, runs in by_optimizer.items():
         paper = None if runs[0]["documentation"] else TABLE[layers].get(label)
         lines.append(
@@ -124,7 +124,7 @@ def perplexities(layers: int, by_optimizer: dict[str, list[Run]]) -> str:
                 mean_sd(run["valid"] for run in runs if run["valid"] is not None),
                 mean_sd(run["test"] for run in runs if run["test"] is not None),
                 "-" if paper is None else f"{paper:.2f}",
-                f"{statistics.median(run['epoch_seconds'] for run in runs):.2f}",
+                seconds[label],
             ]
         )
     heads = ["", "settings", "seeds", "validation perplexity", "test perplexity"]

@@ -1,6 +1,5 @@
 """Results: condensed runs, statements, picture and tables."""
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from recipes.curves import (
     describe_settings,
     display_name,
     epoch_costs,
+    epoch_times,
     group_runs,
     list_not_run,
     mean_or_inf,
@@ -116,7 +116,7 @@ def report(results: Results) -> str:
 
 
 def accuracies(model: str, table: dict[str, float], by_optimizer: dict[str, list[Run]]) -> str:
-    lines = []
+    lines, seconds = [], epoch_times(by_optimizer)
     for label, runs in by_optimizer.items():
         paper = table.get(label.removesuffix("_steps"))
         lines.append(
@@ -126,7 +126,7 @@ def accuracies(model: str, table: dict[str, float], by_optimizer: dict[str, list
                 mean_sd(run["best"] for run in runs),
                 "-" if paper is None else f"{paper:.2f}",
                 mean_sd((run["loss"][-1] for run in runs if run["loss"][-1] is not None), 4),
-                f"{statistics.median(run['epoch_seconds'] for run in runs):.2f}",
+                seconds[label],
             ]
         )
     heads = ["", "settings", "seeds", "test accuracy, %", "best epoch's"]

@@ -1,5 +1,7 @@
 """Means over seeds, the range of a panel, and words of tables."""
 
+from typing import Any
+
 import pytest
 
 from recipes.curves import (
@@ -7,6 +9,7 @@ from recipes.curves import (
     check_column_falls,
     describe_settings,
     display_name,
+    epoch_times,
     line_styles,
     list_not_run,
     mean_curve,
@@ -47,6 +50,18 @@ def test_usual_optimizers_look_alike_in_all_pictures() -> None:
     assert few["misa"] == many["misa"]
     assert len(set(map(str, many.values()))) == 5
     assert len(set(map(str, line_styles([str(n) for n in range(24)]).values()))) == 24
+
+
+def test_times_on_a_gpu_are_not_mixed_with_others() -> None:
+    def runs(**seconds: float) -> list[dict[str, Any]]:
+        return [
+            {"hardware": {"gpu": device if device == "h200" else None}, "epoch_seconds": value}
+            for device, value in seconds.items()
+        ]
+
+    both = {"sisa": runs(h200=4.0, cpu=200.0), "misa": runs(cpu=220.0)}
+    assert epoch_times(both) == {"sisa": "4.00", "misa": "-"}
+    assert epoch_times({"misa": runs(cpu=220.0)}) == {"misa": "220.00"}
 
 
 def test_what_only_the_paper_has() -> None:
