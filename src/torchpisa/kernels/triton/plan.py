@@ -286,9 +286,6 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
         if average.dtype != dual.dtype:
             return "state of one parameter is of several dtypes"
         height, width = block_shape(param, count) if job.matrix else (1, 0)
-        rows_missing = "rows" not in state or average.numel() != count * height
-        if job.matrix and job.settings["row_beta"] is not None and rows_missing:
-            return "a parameter has not one mean square per row in its state"
         grad = _laid_out_like(param, given_grad, copies)
         size = param.numel() // count
         block_bytes = [size * tensor.itemsize for tensor in (param, grad, dual)]
