@@ -1,4 +1,4 @@
-"""What only a GPU can show: device decisions without waiting, CUDA graphs, moved models."""
+"""Tests that need a GPU: decisions on the device without waiting, CUDA graphs, moved models."""
 
 import pytest
 import torch
@@ -247,7 +247,7 @@ def step_with_noise(opt, params, k):
 )
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 def test_large_matrices_do_not_wait(no_waiting, settings, dtype, tensors):
-    """Where the products are by halves and on the short side, as they are in a training."""
+    """Products are taken by halves and on the short side here, as they are in a training."""
     params = large(dtype)
     more = {"lr": torch.tensor(1e-3, device="cuda"), "capturable": True} if tensors else {}
     opt = MISA(params, **settings, **more)

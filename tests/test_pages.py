@@ -97,7 +97,7 @@ def test_finetuning() -> None:
 
 
 def test_stages() -> None:
-    """What pages say of the comparison of stages is about the tokens that chose nothing."""
+    """Pages quote the comparison of stages on tokens that chose nothing."""
     runs = saved("language_stages")["runs"].values()
     losses: dict[str, list[float]] = {}
     for run in runs:
@@ -326,7 +326,7 @@ def means(name: str, column: str, *keys: str) -> dict[str, float]:
 
 
 def test_images() -> None:
-    """What docs/vision.md says of accuracies."""
+    """The accuracies in docs/vision.md are those of the saved runs."""
     text = page("vision")
     short = {key: f"{value:.1f}" for key, value in means("vision", "last", "model").items()}
     resnet, vgg = (
@@ -364,7 +364,7 @@ def test_images() -> None:
 
 
 def test_gans() -> None:
-    """What docs/gan.md says of distances."""
+    """The distances in docs/gan.md are those of the saved runs."""
     last = means("gan", "last", "kind")
     lower = [round(100 * (1 - last[f"{k}_sisa"] / last[f"{k}_adam"])) for k in ("wgan_gp", "wgan")]
     text = page("gan")
@@ -374,7 +374,7 @@ def test_gans() -> None:
 
 
 def test_lstms() -> None:
-    """What docs/rnn.md says of perplexities."""
+    """The perplexities in docs/rnn.md are those of the saved runs."""
     test = {key: f"{value:.1f}" for key, value in means("rnn", "test", "layers").items()}
     text = page("rnn")
     assert (

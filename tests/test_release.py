@@ -1,4 +1,4 @@
-"""What a release needs: workflows that run what developers run, and versions that agree."""
+"""A release: its workflows run what developers run, and its versions agree."""
 
 import re
 import shutil

@@ -60,7 +60,7 @@ def curves() -> ModuleType:
 
 
 def data(figure: str) -> list[dict[str, Any]]:
-    """What the figure of a page holds."""
+    """Return the data embedded in the figure of a page."""
     match = re.search(r'<script type="application/json">(.*?)</script>', figure, re.DOTALL)
     assert match is not None
     found: list[dict[str, Any]] = json.loads(match[1])
@@ -69,7 +69,7 @@ def data(figure: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def notes(curves: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a reader sees on a page with all curves."""
+    """Return what Chromium shows on a page with all curves."""
     if BROWSER is None:
         pytest.skip("needs Chromium")
     folder = tmp_path_factory.mktemp("site")

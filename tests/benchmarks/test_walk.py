@@ -1,4 +1,4 @@
-"""How far a step goes through the package, for a reader."""
+"""The files and frames that a step crosses."""
 
 import pytest
 

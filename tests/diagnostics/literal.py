@@ -47,7 +47,7 @@ def diagonal(part: Any, i: int, old: Any, new: Any) -> Tensor | None:
 
 
 def row(opt: PISA, old: State, new: State) -> dict[str, float]:
-    """What a round did that led from `old` to `new`."""
+    """Return the measurements of the round that led from `old` to `new`."""
     alpha: list[float] = opt.param_groups[0]["weights"]
     m = len(alpha)
     primal = dual = duals = spread = 0.0

@@ -1,4 +1,4 @@
-"""When rows come, and what may happen to the optimizer meanwhile."""
+"""The rounds that give rows, and changes of the optimizer between them."""
 
 import copy
 import pickle

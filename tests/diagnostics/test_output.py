@@ -1,4 +1,4 @@
-"""Where rows go: TensorBoard, and files that survive a kill."""
+"""Output of rows: TensorBoard, and files that survive a kill."""
 
 import csv
 import os

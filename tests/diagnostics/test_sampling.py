@@ -1,4 +1,4 @@
-"""Which elements a sample takes."""
+"""The elements that a sample takes."""
 
 import pytest
 import torch

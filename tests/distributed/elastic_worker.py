@@ -24,7 +24,7 @@ EVERY = 3  # so that every second checkpoint is in the middle of a round
 
 
 class Kill(NamedTuple):
-    """When a rank kills itself.
+    """The moment at which a rank kills itself.
 
     `moment` is "backward", after the backward pass of a step, or "step", after the step.
     """

@@ -54,7 +54,7 @@ COMMON = {"weight_decay": 0.01, "consensus_decay": 0.02}
 
 
 def settings(make: Any, nodes: list[int]) -> dict[str, Any]:
-    """What a process is given that holds these nodes."""
+    """Return the arguments of the optimizer of a process that holds these nodes."""
 
     def own(values: list[float]) -> list[float]:
         return [values[node] for node in nodes]

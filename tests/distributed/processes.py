@@ -82,7 +82,7 @@ def run(
 
 
 def run_cases(work: Callable[[str], str], ranks: int, cases: list[str]) -> list[dict[str, str]]:
-    """What `work` returns for each case, on each of so many ranks, which are started once."""
+    """Return the result of `work` for each case, on each of `ranks` processes that start once."""
     return run(_in_turn, ranks, work, cases)
 
 

@@ -42,7 +42,7 @@ OTHER_SIZE = [3, 1, 4, 2]  # of the nodes that a checkpoint is loaded on
 
 
 class Layout(NamedTuple):
-    """How nodes are spread over processes."""
+    """An arrangement of nodes over processes."""
 
     kind: str
     replicas: int = 1
@@ -287,7 +287,7 @@ def before(name: str) -> Layout:
 
 
 def goes_on(name: str, layout: Layout) -> bool:
-    """Whether nodes find what they have saved themselves."""
+    """Return whether nodes load the state that they have saved themselves."""
     was = before(name)
     return (was.replicas, was.batches) == (layout.replicas, layout.batches)
 
@@ -374,7 +374,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 def means(old: list[int], new: list[int], values: list[Tensor]) -> list[Tensor]:
-    """What new nodes take from old ones: both are cut into pieces of equal length."""
+    """Return the means of old nodes that new ones take; both are cut into equal pieces."""
     old_of_piece = [node for node, size in enumerate(old) for _ in range(size * sum(new))]
     new_of_piece = [node for node, size in enumerate(new) for _ in range(size * sum(old))]
     found = []

@@ -181,7 +181,7 @@ def test_unused_parameters_in_several_batches() -> None:
 
 
 def gradients() -> float:
-    """How far what is left in .grad is from the gradient of this rank's own batch."""
+    """Return how far `.grad` is, after the step, from the gradient of this rank's own batch."""
     model = network()
     opt = together(SISA, here())(model.parameters())
     parallel = DistributedDataParallel(model, **SMALL)
@@ -394,7 +394,7 @@ if torch.__version__ < "2.7":  # groups are always in the order of their ranks t
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, str]]:
-    """What each rank was told, case by case: all of them in one start of the processes."""
+    """Return the message of each case on each rank; the processes start once for all cases."""
     return run_cases(refused, 2, [case for case, _ in REFUSED])
 
 

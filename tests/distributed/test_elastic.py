@@ -39,7 +39,7 @@ from torchpisa.distributed import attach, latest
 
 
 def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
-    """What the killed one contributes is on its way to the other."""
+    """The rank is killed while its contribution is on its way to the other."""
     folder = tmp_path / "killed"
     folder.mkdir()
     kills = json.dumps([Kill(0, 4, "backward")])
@@ -68,7 +68,7 @@ def test_killed_ranks_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 def same(results: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    """Whether the last losses and the weights are the same to the last bit, on all ranks."""
+    """Return whether the last losses and the weights are the same to the last bit, on all ranks."""
     return all(
         own["losses"][-3:] == other["losses"][-3:]
         and identical([own["weights"], other["weights"], results[0]["weights"]])

@@ -37,7 +37,7 @@ def mesh_for(placements: list[Any]) -> DeviceMesh:
 
 
 def distributed_like(tensor: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    """What `distribute_tensor` makes of a tensor that all processes have, without sending it."""
+    """Return the same as `distribute_tensor`, without sending a tensor that all processes have."""
     copies = DTensor.from_local(tensor, mesh, [COPIES] * mesh.ndim, run_check=False)
     return copies.redistribute(mesh, placements)
 
@@ -68,7 +68,7 @@ def turned(block: Tensor) -> Tensor:
 
 
 def exchange(shapes: Any, blocks: int, placements: Any, shared: bool, most: int) -> list[str]:
-    """What this process was asked to do, after a look at the results."""
+    """Check the results of an exchange; return the work that this process was given in it."""
     owners._TRIP_ELEMENTS = most
     torch.manual_seed(0)
     matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes]

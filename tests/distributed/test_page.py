@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 
 
 class Net(nn.Module):
-    """What a reader may have."""
+    """A model like those of readers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -481,7 +481,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, str]]:
-    """What each rank was told, case by case: all of them in one start of the processes."""
+    """Return the message of each case on each rank; the processes start once for all cases."""
     return run_cases(refused, 2, [case for case, _ in REFUSED])
 
 

@@ -1,3 +1,3 @@
-"""What pytest looks at in this folder."""
+"""Which modules of this folder pytest collects."""
 
 collect_ignore = ["ranks_worker.py"]  # has no doctests, and not everybody has the frameworks

@@ -1,4 +1,4 @@
-"""What every rank of `test_ranks.py` does: all frameworks in turn, in one process group.
+"""The program of every rank of `test_ranks.py`: all frameworks in turn, in one process group.
 
     python -m tests.integrations.ranks_worker FOLDER
 

@@ -112,7 +112,7 @@ def test_growth_over_the_range_of_200_000_rounds(kind, way, monkeypatch):
 
 @pytest.mark.parametrize("way", ["loop", "foreach", "capturable"])
 def test_misa_has_no_penalty_to_grow(way):
-    """What takes its place, running averages of gradients that vanish, stays finite as well."""
+    """Instead, its running averages of vanishing gradients stay finite."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (5,))]
     opt = MISA(params, ns_dtype=None, **WAYS[way])

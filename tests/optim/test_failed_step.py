@@ -80,7 +80,7 @@ def test_an_error_in_a_preconditioner(batches, call, settings):
 
 @pytest.mark.parametrize("end", ["flush", "skip"])
 def test_an_error_at_the_end_of_a_round(end):
-    """Where batches that missed a parameter are settled."""
+    """The end of a round steps batches that had no gradient for a parameter."""
     params, trap, opt = setup(3)
     for k in (1, 2):
         give_gradients(params, k)

@@ -1,4 +1,4 @@
-"""What torch.optim promises, for every optimizer of the table."""
+"""The promises of torch.optim, kept by every optimizer of the table."""
 
 import copy
 import io

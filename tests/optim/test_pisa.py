@@ -78,7 +78,7 @@ def test_clip_is_the_norm_over_all_parameters(foreach):
 
 
 def test_dual_decay_moves_the_fixed_point():
-    """Where the undecayed run of as many rounds is at the optimum, above."""
+    """Without decay, as many rounds end at the optimum (tests above)."""
     w = PROBLEM.start()
     rounds(sisa(w, dual_decay=0.99), w, 120)
     assert PROBLEM.error(w) > 1e-3

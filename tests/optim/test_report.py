@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: its memory, and its step in terms of momentum."""
+"""Reports of an optimizer: its memory, and its step in terms of momentum."""
 
 import pytest
 import torch

@@ -267,7 +267,7 @@ def test_state_of_nobody():
 
 
 def test_old_counters_load():
-    """What was saved while counters had torch's default dtype."""
+    """Counters were once saved in torch's default dtype."""
     opt = SISA(parameters())
     step(opt)
     saved = copy.deepcopy(opt.state_dict())
@@ -372,7 +372,7 @@ def test_numpy_numbers_become_pythons(cls, tmp_path):
 
 @pytest.mark.parametrize("cls", [PISA, SISA, NSISA, MISA])
 def test_more_parameters_do_not_ask_more_often_for_their_rule(cls, monkeypatch):
-    """Which takes as long as there are parameters; construction and loading were quadratic."""
+    """Else construction and loading would take quadratic time."""
     name = "names_of" if cls is MISA else "Part"
     module = sys.modules[cls.__module__ if cls is not SISA else PISA.__module__]
     counts = []
@@ -397,7 +397,7 @@ def test_initial_consensus_leaves_frozen_parameters_alone():
 
 @pytest.mark.parametrize("cls", [PISA, SISA, MISA])
 def test_a_pickle_of_an_earlier_version(cls):
-    """Where a round stands was in the parameter groups, as it still is in a state_dict."""
+    """It has the progress of the round in the parameter groups, as a state_dict still has."""
     opt = cls(parameters(), batches=3)
     step(opt)
     held = opt.__getstate__()

@@ -203,7 +203,7 @@ def test_inverse_roots_by_products(power: float, dtype: torch.dtype, tolerance: 
 
 
 def test_bytes_of_state() -> None:
-    """What the documentation says, per parameter of a matrix in float32."""
+    """The bytes in the documentation, per parameter of a matrix in float32."""
     like = torch.zeros(())
 
     def per_parameter(stage: Stage, n: int, k: int) -> float:

@@ -1,4 +1,4 @@
-"""What every rank of `test_ranks.py` runs: the language recipe with a short run."""
+"""The program of every rank of `test_ranks.py`: the language recipe with a short run."""
 
 import sys
 from pathlib import Path

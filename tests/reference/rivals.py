@@ -48,7 +48,7 @@ class Params(dict[str, Array]):
 
 @dataclass(frozen=True)
 class Task:
-    """Who computes what.
+    """A federated problem: the clients, their gradients and who is present when.
 
     Attributes:
         x0: the first weights.

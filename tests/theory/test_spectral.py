@@ -19,7 +19,7 @@ def test_passes(kind, shapes, average):
 
 
 def test_sigma_below_eight_rho_eta_is_named():
-    """Where rho eta decides, sigma0 one percent below it is an unmet condition."""
+    """If rho eta is the dominant bound, sigma0 one percent below it is an unmet condition."""
     preconditioner = Blocks(Spectral(eta=1e12), [(2, 2)])
     wanted = certify(problem("least squares"), preconditioner, iterations=1).constants
     assert wanted.dominant == "rho_i eta_i"

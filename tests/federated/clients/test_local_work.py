@@ -1,4 +1,4 @@
-"""Which samples each local step sees, as properties."""
+"""The samples that each local step sees, as properties."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Where clients' memory is kept: made at the first round, on disk or in RAM, and never lost."""
+"""Clients' memory: made at the first round, kept on disk or in RAM, and never lost."""
 
 import os
 import re
@@ -227,7 +227,7 @@ def test_the_initial_memory_is_that_of_the_saved_run() -> None:
 
 
 def test_a_disk_that_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be written leaves the record before it in use."""
+    """A record that could not be written leaves the one before it in use."""
     store = FileMemoryStore({"dual": {"x": torch.zeros(3)}}, tmp_path)
 
     def save(client: int, value: float) -> None:

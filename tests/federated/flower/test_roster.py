@@ -1,4 +1,4 @@
-"""Who takes part: numbers of samples, names and keys."""
+"""The roster of clients: numbers of samples, names and keys."""
 
 import os
 

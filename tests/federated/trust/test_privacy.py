@@ -176,7 +176,7 @@ def test_noise_of_the_clients_is_forgotten_and_that_of_a_server_is_not() -> None
 
 
 def test_clipping_slows_down_and_does_not_bias() -> None:
-    """What is clipped is the step of a dual, not a gradient: the fixed point stays."""
+    """The step of a dual is clipped, not a gradient, so the fixed point stays."""
     clients = least_squares()
     simulation = Simulation(
         straight(),

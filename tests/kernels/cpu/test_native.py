@@ -79,7 +79,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "'cc", "", shutil.which("false")])
 def test_without_a_compiler(compiler, monkeypatch):
-    """Who asks for the kernel hears that there is none; who does not never calls a compiler."""
+    """Asking for the kernel raises an error; a compiler is never called unasked."""
     if compiler is None:
         pytest.skip("there is no program `false`")
     native._library.cache_clear()
