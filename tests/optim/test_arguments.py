@@ -80,6 +80,20 @@ def test_bad_group_is_refused_and_nothing_added(entry):
         assert_unchanged(opt, before)
 
 
+@each
+def test_names_for_some_groups_only(entry):
+    """Such as a layer that is unfrozen later, beside the named groups of `create`."""
+    first, second = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    named, plain = entry([("first", first)]), entry([first])
+    with pytest.raises(ValueError, match=r"must be named, .*: give list\(module\.named_parameters"):
+        named.add_param_group({"params": iter([second])})
+    with pytest.raises(ValueError, match=r"must be without names, .*: give list\(module\.param"):
+        plain.add_param_group({"params": [("second", second)]})
+    for opt, params in ((named, iter([("second", second)])), (plain, iter([second]))):
+        opt.add_param_group({"params": params})
+        assert [group["params"] for group in opt.param_groups] == [[first], [second]]
+
+
 def test_empty_parameter_list_is_torchs_error():
     for cls in (PISA, SISA, NSISA, MISA):
         with pytest.raises(ValueError, match="empty parameter list"):

@@ -46,6 +46,12 @@ class TestGroupsOfNSISA:
         opt.param_groups[1]["params"][0].grad = torch.ones(3, 2)
         opt.step()
 
+    def test_a_group_of_matrices_may_be_a_generator(self):
+        """Checking that they are matrices does not use it up."""
+        matrix, _ = self.params()
+        opt = NSISA([{"params": (p for p in [matrix]), "matrix": True}])
+        assert opt.param_groups[0]["params"] == [matrix]
+
     def test_a_refused_group_leaves_nothing_behind(self):
         opt = NSISA(self.params())
         matrix = torch.nn.Parameter(torch.ones(4, 2))

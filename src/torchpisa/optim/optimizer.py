@@ -311,7 +311,10 @@ class RoundOptimizer(Optimizer):
                 )
         given = arguments.normalized(param_group, self.defaults)
         group = {**self.defaults, **given, **{name: first[name] for name in self.shared}}
+        if not isinstance(group["params"], Tensor | set):
+            group["params"] = list(group["params"])  # a generator can be read only once
         self._check_group(group)
+        self._check_named(group)
         super().add_param_group(group)
         added = self.param_groups[-1]
         try:
@@ -325,6 +328,27 @@ class RoundOptimizer(Optimizer):
                 self.state.pop(param, None)
             raise
         self._params += added["params"]
+
+    def _check_named(self, group: Group) -> None:
+        """Raise ValueError if some groups would have names for their parameters and others not.
+
+        torch refuses that as well, but does not say what to do.
+        """
+        params = group["params"]
+        if not self.param_groups or not isinstance(params, list) or not params:
+            return
+        named = isinstance(params[0], tuple)
+        if named == ("param_names" in self.param_groups[0]):
+            return
+        if named:
+            raise ValueError(
+                "params must be without names, as those of the other groups are, got named "
+                "parameters: give list(module.parameters())"
+            )
+        raise ValueError(
+            "params must be named, as those of the other groups are (torchpisa.create names them), "
+            "got parameters without names: give list(module.named_parameters())"
+        )
 
     @abstractmethod
     def _check_group(self, group: Group) -> None:
