@@ -51,8 +51,20 @@ def test_vectors_do_not_decay(name):
     for parameter, decay in decays(optimizer).items():
         is_vector = parameter.endswith("bias") or parameter == "2.weight"
         assert decay == (0.0 if is_vector else 0.3), parameter
-    everything = torchpisa.create(name, model(), weight_decay=0.3, decay_vectors=True)
-    assert set(decays(everything).values()) == {0.3}
+    if name != "misa":
+        everything = torchpisa.create(name, model(), weight_decay=0.3, decay_vectors=True)
+        assert set(decays(everything).values()) == {0.3}
+
+
+def test_decay_vectors_that_would_have_no_effect():
+    with pytest.raises(
+        ValueError, match=r"decay_vectors must be None or False for misa, .* got True"
+    ):
+        torchpisa.create("misa", model(), decay_vectors=True)
+    torchpisa.create("misa", model(), decay_vectors=False)
+    for name, value in (("sisa", False), ("pisa", True)):
+        with pytest.raises(ValueError, match=f"decay_vectors needs a model, got {value} for param"):
+            torchpisa.create(name, model().parameters(), decay_vectors=value)
 
 
 def test_embedding_and_head_are_no_hidden_matrices():

@@ -89,8 +89,8 @@ def create(
 ) -> AnyOptimizer:
     """Make an optimizer by its name.
 
-    From a model, parameters come in named groups: MISA and NSISA learn which matrices are
-    embeddings or output layers, and vectors (biases, norms) have no weight decay.
+    From a model, parameters that require gradients come in named groups: MISA and NSISA learn which
+    matrices are embeddings or output layers, and vectors (biases, norms) have no weight decay.
 
     Args:
         name: one of `list_optimizers()`.
@@ -100,12 +100,12 @@ def create(
             paper.
         epochs: epochs of the training, likewise.
         decay_vectors: whether vectors have weight decay too; by default only with a preset, as in
-            the paper.
+            the paper. MISA's never do.
         **arguments: arguments of the optimizer.
 
     Raises:
-        ValueError: there is no such name, the preset belongs to another optimizer, or the model has
-            no parameter that requires gradients.
+        ValueError: there is no such name, the preset belongs to another optimizer, the model has no
+            parameter that requires gradients, or `decay_vectors` cannot be obeyed.
         TypeError: the optimizer has no such argument.
 
     Examples:
@@ -129,7 +129,17 @@ def create(
     elif rounds is not None or epochs is not None:
         raise ValueError(f"rounds and epochs need a preset, got {rounds!r} and {epochs!r}")
     _check_names(info, arguments)
+    if decay_vectors and info.cls is MISA:
+        raise ValueError(
+            "decay_vectors must be None or False for misa, whose vectors never decay, "
+            f"got {decay_vectors!r}"
+        )
     if not isinstance(model, nn.Module):
+        if decay_vectors is not None:
+            raise ValueError(
+                f"decay_vectors needs a model, got {decay_vectors!r} for parameters: these are left as "
+                "they are; give a group of vectors weight_decay=0"
+            )
         return info.cls(model, **arguments)
     if decay_vectors is None:
         decay_vectors = preset is not None
