@@ -105,6 +105,7 @@ BAD_COMMON = [
     BadInput({"batches": 2.0}, r"batches must be an integer >= 1, got 2\.0"),
     BadInput({"batches": True}, r"batches must be an integer >= 1, got True"),
     BadInput({"batches": 2, "weights": [1.0]}, r"weights must be .* sequence of 2 .* got 1 values"),
+    BadInput({"weights": 1.0}, r"weights must be None or a sequence of 1 \(batches=1\), got 1\.0"),
     BadInput({"batches": 2, "weights": [1, 0]}, r"weights must be a finite number > 0, got 0"),
     BadInput({"lr": -0.1}, r"lr must be a finite number >= 0, got -0\.1"),
     BadInput({"lr": torch.tensor(-1.0)}, r"lr must be a finite number >= 0, got tensor"),

@@ -86,3 +86,18 @@ def test_groups_in_other_terms_have_the_lr_of_theirs():
     a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     opt = SISA([{"params": [a]}, {"params": [b], "sigma": 0.5, "rho": 10.0}])
     assert [group["lr"] for group in opt.param_groups] == [3e-3, 1.0]
+
+
+def test_momentum_beside_sigma_is_warned_about():
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    with pytest.warns(UserWarning, match=r"momentum=0\.5 has no effect beside sigma: .* and rho"):
+        SISA([vector], sigma=1.0, momentum=0.5)
+    with pytest.warns(UserWarning, match=r"sisa_momentum=0\.5 has no effect beside sisa_sigma: "):
+        NSISA([matrix, vector], sisa_sigma=1.0, sisa_momentum=0.5)
+    # Without effect nowhere; the suite makes errors of warnings.
+    SISA(
+        [{"params": [matrix], "sigma": None, "rho": None}, {"params": [vector]}],
+        sigma=1.0,
+        momentum=0.5,
+    )
+    NSISA([matrix, vector], sisa_momentum=0.5)

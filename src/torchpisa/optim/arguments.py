@@ -33,6 +33,7 @@ __all__ = [
     "reject_unknown",
     "shares",
     "warn_about_absolute_lr",
+    "warn_about_unused_momentum",
 ]
 
 # Settings that are stored as floats even if an integer was given.
@@ -149,6 +150,10 @@ def shares(weights: Sequence[float] | None, batches: int) -> list[float]:
     """Return alpha_i, equation (2.1): `weights` (sizes will do) divided by their sum."""
     if weights is None:
         return [1 / batches] * batches
+    if not isinstance(weights, Iterable) or (isinstance(weights, Tensor) and not weights.dim()):
+        raise ValueError(
+            f"weights must be None or a sequence of {batches} (batches={batches}), got {weights!r}"
+        )
     entries = per_batch("weights", list(weights), batches, check_sigma)
     total = math.fsum(float(entry) for entry in entries)
     return [float(entry) / total for entry in entries]
@@ -247,6 +252,19 @@ def warn_about_absolute_lr(defaults: Mapping[str, Any], optimizer: str) -> None:
         f"is the paper; {remedy}",
         stacklevel=5,
     )
+
+
+def warn_about_unused_momentum(
+    name: str, given: float, sigma: str, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Warn if a momentum was given although all groups have a sigma, which leaves it no effect."""
+    default, rho = 0.9, sigma.replace("sigma", "rho")
+    if given != default and all(group[sigma] is not None for group in groups):
+        warnings.warn(
+            f"{name}={given!r} has no effect beside {sigma}: momentum follows from {sigma} and {rho}. "
+            f"Leave out {name}, or both of these",
+            stacklevel=3,
+        )
 
 
 def check_dtype(name: str, value: Any) -> None:

@@ -174,6 +174,9 @@ class NSISA(PISA):
                 sisa_sigma, sisa_rho, several
             )
         self._start(params, settings)
+        arguments.warn_about_unused_momentum(
+            "sisa_momentum", sisa_momentum, "sisa_sigma", self.param_groups
+        )
 
     def _parts_of(self, group_index: int, group: Group) -> list[Part]:
         orthogonalizes = group["matrix"] is not False

@@ -136,6 +136,7 @@ class SISA(PISA):
         if lr is None:
             settings["lr"] = LR if settings["sigma"] is None else 1.0
         self._start(params, settings)
+        arguments.warn_about_unused_momentum("momentum", momentum, "sigma", self.param_groups)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group, which joins the open round.
