@@ -137,8 +137,8 @@ def create(
     if not isinstance(model, nn.Module):
         if decay_vectors is not None:
             raise ValueError(
-                f"decay_vectors needs a model, got {decay_vectors!r} for parameters: these are left as "
-                "they are; give a group of vectors weight_decay=0"
+                f"decay_vectors needs a model, got {decay_vectors!r} for parameters: they are left "
+                "as they are; give a group of vectors weight_decay=0"
             )
         return info.cls(model, **arguments)
     if decay_vectors is None:

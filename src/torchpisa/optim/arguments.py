@@ -150,7 +150,8 @@ def shares(weights: Sequence[float] | None, batches: int) -> list[float]:
     """Return alpha_i, equation (2.1): `weights` (sizes will do) divided by their sum."""
     if weights is None:
         return [1 / batches] * batches
-    if not isinstance(weights, Iterable) or (isinstance(weights, Tensor) and not weights.dim()):
+    given: Any = weights
+    if not isinstance(given, Iterable) or (isinstance(given, Tensor) and not given.dim()):
         raise ValueError(
             f"weights must be None or a sequence of {batches} (batches={batches}), got {weights!r}"
         )
@@ -261,8 +262,8 @@ def warn_about_unused_momentum(
     default, rho = 0.9, sigma.replace("sigma", "rho")
     if given != default and all(group[sigma] is not None for group in groups):
         warnings.warn(
-            f"{name}={given!r} has no effect beside {sigma}: momentum follows from {sigma} and {rho}. "
-            f"Leave out {name}, or both of these",
+            f"{name}={given!r} has no effect beside {sigma}: momentum follows from {sigma} and "
+            f"{rho}. Leave out {name}, or both of these",
             stacklevel=3,
         )
 
