@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -328,10 +329,21 @@ class Named(Preconditioner):
         return -problem.residual / (problem.sigma + problem.rho), dict(state)
 
 
-@pytest.mark.parametrize("name", ["dual", "step", "pending", "arrived", "moved", "a.0", "", 3])
+TAKEN = ["arrived", "delta", "dual", "level", "moved", "pending", "sigma", "step"]
+
+
+@pytest.mark.parametrize("name", [*TAKEN, "a.0", "", 3])
 def test_names_that_are_taken(name):
     with pytest.raises(ValueError, match=r"names of Named\.init must be strings without"):
         PISA(parameters(), Named(name))
+
+
+def test_names_that_are_taken_are_all_named():
+    page = Path(__file__).parents[2] / "docs" / "preconditioners.md"
+    listed = f"except {', '.join(f'`{name}`' for name in TAKEN[:-1])} and `{TAKEN[-1]}`."
+    assert listed in page.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=f"none of {', '.join(TAKEN)}, which are reserved"):
+        PISA(parameters(), Named("dual"))
 
 
 def test_state_that_is_no_tensor():
