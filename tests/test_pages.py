@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import engines, first_round, uneven_parts
 from benchmarks.defaults import report as defaults
 from recipes.budgets.config import TRIALS
-from torchpisa.presets import PAPER_TABLE
+from torchpisa.presets import PAPER_TABLE, PRESETS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -308,6 +308,15 @@ def test_settings_of_the_paper() -> None:
         numbers += [str(row.samples)]
         shown = name.removeprefix("cifar10/")
         assert f"| `paper/{shown}` | {' | '.join(numbers)} |\n" in page, name
+        assert PRESETS[f"paper/{shown}"].settings["eps"] == 1e-8
+    assert "the presets one of 1e-8." in page
+    settings = PRESETS["paper/gpt2"].settings
+    assert f"sigma {settings['sigma']:g}, rho {settings['rho']:g}" in page
+    assert f"`batches={settings['batches']}`" in page
+    assert f"`dual_decay={settings['dual_decay']}`" in page
+    assert f"Nesterov momentum of {settings['momentum']}" in page
+    assert settings["nesterov"]
+    assert settings["aspect_scaling"]
 
 
 def page(name: str) -> str:

@@ -63,6 +63,13 @@ def test_warm_down_with_one_iteration_per_epoch_is_linear():
     )
 
 
+def test_warm_down_in_every_round_of_many_ends_a_training():
+    """As docs/paper.md says of Ant: by 100,000 after 10 of 100 epochs of 112 rounds."""
+    grown = sigmas(WarmDown(100, 112), 1120)[-1]
+    assert grown == pytest.approx((100 / 90) ** 112, rel=1e-9)
+    assert 1e5 < grown < 2e5
+
+
 def test_any_callable_and_one_rule_per_batch():
     p = torch.nn.Parameter(torch.ones(1))
     opt = SISA([p], sigma=[1.0, 2.0, 3.0], gamma=[1.0, 0.5, lambda k: 1 / (k + 1)], batches=3)

@@ -101,8 +101,9 @@ class WarmDown:
     r"""\(\gamma_\ell = 1 - 1/(E - \lfloor \ell/n \rfloor)\) of the hyperparameter table.
 
     With one iteration per epoch sigma grows as \(1/(1 - \ell/E)\), which is a linear decay of the
-    step to zero. In the last epoch the printed rule is 0 (an infinite sigma); from there on sigma
-    stays.
+    step to zero. With n it grows by \((E/(E - k))^n\) in k epochs: with n = 112 by 100,000 in the
+    first tenth of the training, which ends it. In the last epoch the printed rule is 0 (an infinite
+    sigma); from there on sigma stays.
 
     Args:
         epochs: \(E\), the number of epochs of the whole training.
