@@ -36,11 +36,14 @@ def test_lr_zero_moves_duals_only():
 
 
 def test_lr_equals_dividing_sigma_and_rho():
-    ends = []
+    starts, ends = [], []
     for settings in ({"lr": 0.25}, {"sigma": 4 * PROBLEM.curvature, "rho": 4.0}):
         w = PROBLEM.start()
-        rounds(sisa(w, consensus_decay=0.3, **settings), w, 50)
+        opt = sisa(w, consensus_decay=0.3, initial_consensus=True, **settings)
+        starts.append(w.detach().clone())
+        rounds(opt, w, 50)
         ends.append(w.detach())
+    torch.testing.assert_close(starts[0], starts[1], rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-12, atol=1e-14)
 
 

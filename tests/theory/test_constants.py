@@ -1,6 +1,7 @@
 """Constants against brute force, and as the proofs have them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,11 +58,18 @@ def test_terms_of_the_condition():
     assert constants.sigma0 == constants.terms["epsilon_i(2 delta)"]
 
 
-def test_constants_of_the_rate():
+def test_epsilon_on_the_smaller_ball_is_smaller():
+    k = constants_of(problem("least squares"), gamma=0.9, rho_eta=[1.0, 500.0, 2.0], sigma=3.0)
+    assert k.epsilon_delta < max(k.epsilon)
+
+
+@pytest.mark.parametrize("comparable", [False, True])
+def test_constants_of_the_rate(comparable):
     """Transcribed from the proofs of Theorems 3.1 and 3.2; C_2 with its missing terms."""
     k = constants_of(problem("least squares"), gamma=0.9, rho_eta=[1.0, 500.0, 2.0], sigma=3.0)
-    rho_eta, eps, r, lam = 500.0, k.epsilon_delta, max(k.smoothness), 0.1
-    assert eps < max(k.epsilon)
+    if comparable:  # so that no term is lost beside another
+        k = replace(k, delta=1.3, epsilon_delta=40.0, rho_eta=(1.0, 2.0, 0.5), consensus_decay=1.5)
+    rho_eta, eps, r, lam = max(k.rho_eta), k.epsilon_delta, max(k.smoothness), k.consensus_decay
     varpi2 = 6 * (rho_eta * k.delta) ** 2 + eps / 4  # (B.28)
     c2 = (18 * rho_eta**2 + 3 * lam**2) * k.delta**2 + eps  # before (B.29)
     assert k.varpi**2 == pytest.approx(varpi2)
