@@ -148,8 +148,9 @@ def test_the_dominating_term_depends():
     assert by_sigma.sigma0 == 8e6
 
 
-def test_small_gamma_is_reported():
-    certificate = certify(problem("least squares"), gamma=0.6, iterations=5)
+@pytest.mark.parametrize("gamma", [0.6, [0.9, 0.6, 0.8]])
+def test_small_gamma_is_reported(gamma):
+    certificate = certify(problem("least squares"), gamma=gamma, iterations=5)
     assert certificate.unmet == ("gamma = 0.6 < 0.75 (B.5)",)
 
 
@@ -264,6 +265,21 @@ def test_preconditioner_outside_its_bounds_is_found(wrong):
     assert not certificate["preconditioner"].holds
     if wrong is TooLarge:
         assert certify(problem("least squares"), wrong(), eta=3.0, iterations=5).passed
+
+
+class FloorTooHigh(LeastSquares):
+    def growth(self):
+        return super().growth()._replace(floor=float(self.objective(self.start)) + 5)
+
+
+def test_floor_above_the_objective_is_found():
+    data = batches("least squares", skewed=False)
+    wrong = FloorTooHigh(data, consensus_decay=0.1)
+    certificate = certify(wrong, iterations=5)
+    check = certificate["lower bound"]
+    assert not check.holds
+    assert check.value == pytest.approx(5, abs=1e-3)
+    assert certify(LeastSquares(data, consensus_decay=0.1), iterations=5).passed
 
 
 # Arguments

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.theory.data import problem
-from torchpisa.preconditioners import SecondMoment, Spectral
+from torchpisa.preconditioners import Identity, SecondMoment, Spectral
 from torchpisa.theory import Blocks, certify
 
 
@@ -26,6 +26,24 @@ def test_sigma_below_eight_rho_eta_is_named():
     assert wanted.sigma0 == 8e12
     low = certify(problem("least squares"), preconditioner, sigma0=0.99 * 8e12, iterations=1)
     assert "rho_i eta_i" in low.unmet[0]
+
+
+@pytest.mark.parametrize(
+    ("inner", "rest", "eta"),
+    [
+        (Spectral(eta=0.1, match_rms=True), None, 0.1 / (0.2 * 2**0.5)),
+        (Spectral(eta=0.1, aspect_scaling=True), None, 0.1),
+        (Spectral(eta=0.1, match_rms=True), SecondMoment(eta=0.4, eps=0.2), 0.4 + 0.2),
+        (Spectral(eta=0.1), Identity(), 1.0),
+    ],
+    ids=["match_rms", "aspect_scaling", "eps", "identity"],
+)
+def test_eta_is_that_of_q_with_all_factors(inner, rest, eta):
+    """`scale` of a small matrix is below one, and divides Q."""
+    preconditioner = Blocks(inner, [(2, 2)] if rest is None else [(1, 2), (2,)], rest)
+    assert preconditioner.eta == pytest.approx(eta)
+    certificate = certify(problem("least squares", True), preconditioner, iterations=10)
+    assert certificate.passed, str(certificate)
 
 
 def test_the_cap_is_checked_and_not_believed():

@@ -1,5 +1,6 @@
 """Use preconditioners of matrices in problems whose weights are one vector."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -7,10 +8,16 @@ from math import prod
 import torch
 from torch import Tensor
 
-from torchpisa.preconditioners import LocalProblem, Preconditioner
+from torchpisa.preconditioners import (
+    Identity,
+    LocalProblem,
+    Preconditioner,
+    SecondMoment,
+    Spectral,
+)
 from torchpisa.preconditioners.base import State
 
-__all__ = ["Blocks"]
+__all__ = ["Blocks", "eta_of"]
 
 
 class Blocks(Preconditioner):
@@ -24,7 +31,7 @@ class Blocks(Preconditioner):
         rest: the preconditioner of blocks with fewer than two dimensions; `inner` by default.
 
     Attributes:
-        eta: the largest \(\eta\) of the two.
+        eta: the largest \(\eta\) of the blocks.
 
     Examples:
         >>> import torch
@@ -43,7 +50,7 @@ class Blocks(Preconditioner):
     ) -> None:
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.rules = [inner if len(shape) > 1 or rest is None else rest for shape in self.shapes]
-        self.eta = max(float(getattr(rule, "eta", float("inf"))) for rule in self.rules)
+        self.eta = max(map(eta_of, self.rules, self.shapes))
 
     def check(self, params: Sequence[Tensor]) -> None:
         for param in params:
@@ -82,3 +89,15 @@ class Blocks(Preconditioner):
             )
         parts = torch.split(vector, sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def eta_of(preconditioner: Preconditioner, shape: Sequence[int]) -> float:
+    r"""Return the \(\eta\) that Q of a tensor of this shape stays below, inf if there is none."""
+    if isinstance(preconditioner, Identity):
+        return 1.0
+    eta = float(getattr(preconditioner, "eta", math.inf))
+    if isinstance(preconditioner, SecondMoment):
+        eta += preconditioner.eps
+    if isinstance(preconditioner, Spectral):
+        eta /= preconditioner.scale(prod(shape[:1]), prod(shape[1:]))
+    return eta

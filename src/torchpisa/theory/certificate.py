@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torchpisa.checks import check_count, check_range
 from torchpisa.optim.arguments import check_rho, check_sigma, per_batch
-from torchpisa.preconditioners import Hessian, Identity, Preconditioner, SecondMoment
+from torchpisa.preconditioners import Hessian, Identity, Preconditioner
+from torchpisa.theory.blocks import eta_of
 from torchpisa.theory.constants import Constants, ConstantsKind, constants_of, delta_of
 from torchpisa.theory.problems import Problem
 from torchpisa.theory.statements import STATEMENTS, Run, Statement
@@ -253,11 +254,7 @@ def _etas(
     if eta is not None:
         check_range("eta", eta, 0, low_open=True, high_open=True)
         return [eta for _ in batches]
-    if isinstance(preconditioner, Identity):
-        return [1.0 for _ in batches]
-    guaranteed = float(getattr(preconditioner, "eta", math.inf))
-    if isinstance(preconditioner, SecondMoment):
-        guaranteed += preconditioner.eps
+    guaranteed = eta_of(preconditioner, (problem.dimension,))
     if isinstance(preconditioner, Hessian):
         return [min(guaranteed, problem.smoothness(i, 2 * delta)) for i in batches]
     if guaranteed == math.inf:
