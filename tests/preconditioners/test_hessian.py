@@ -1,6 +1,7 @@
 """Second-order information: against closed forms, dense against matrix-free, and its guards."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -152,12 +153,14 @@ def test_two_groups_share_a_loss():
         torch.testing.assert_close(p.detach(), 1 - 2 * torch.linalg.solve(block, gradient[cut]))
 
 
-def test_missing_gradients_have_no_curvature():
+@pytest.mark.parametrize("eta", [math.inf, 0.2], ids=["no cap", "cap below the decay"])
+def test_missing_gradients_have_no_curvature_but_the_decay(eta):
     a, b = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    opt = PISA([a, b], Hessian(), sigma=2.0, rho=3.0, batches=2, weight_decay=0.5)
+    hessian = Hessian(solver="dense", eta=eta)
+    opt = PISA([a, b], hessian, sigma=2.0, rho=3.0, batches=2, weight_decay=0.5)
     step(opt, (a * a).sum() + (b * b).sum())
     step(opt, (a * a).sum())
-    dual = 2.0 * -0.5 / (2.0 + 3.0 * 0.5)
+    dual = 2.0 * -0.5 / (2.0 + 3.0 * min(0.5, eta))
     torch.testing.assert_close(opt.state[b]["dual.1"], torch.full_like(b, dual))
 
 
