@@ -226,3 +226,23 @@ def test_smoothed_with_accurate_steps_is_the_resolvent_of_its_q(monkeypatch):
 
 def test_smoothed_of_zero_is_zero():
     assert not spectral.smoothed(torch.zeros(3, 5), 0.5, 2.0).any()
+
+
+def test_failed_decomposition_takes_a_multiple_of_the_identity(monkeypatch):
+    """Only for the matrix whose decomposition failed, with a bound on its norm for Q."""
+    decompose = torch.linalg.cholesky_ex
+
+    def fail_first(matrix):
+        triangle, info = decompose(matrix)
+        triangle[0], info[0] = math.nan, 1
+        return triangle, info
+
+    torch.manual_seed(0)
+    r = torch.randn(2, 4, 6)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", fail_first)
+    y = spectral.by_polar(r, 0.5, 2.0)
+    torch.testing.assert_close(y[1], spectral.by_svd(r[1], 0.5, 2.0))
+    ratio = y[0] / r[0]
+    torch.testing.assert_close(ratio, ratio[0, 0].expand_as(ratio))
+    norm = float(torch.linalg.matrix_norm(r[0], ord=2))
+    assert norm <= (1 / float(ratio[0, 0]) - 0.5) / 2.0 <= 4**0.25 * norm
