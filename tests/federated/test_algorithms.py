@@ -50,7 +50,7 @@ from torchpisa.federated import (
     Minibatches,
     Scaffold,
 )
-from torchpisa.federated.algorithms.base import ServerState, Tensors
+from torchpisa.federated.algorithms.base import Message, ServerState, Tensors
 from torchpisa.federated.clients.local_work import LocalWork
 from torchpisa.penalty import Every
 from torchpisa.preconditioners import (
@@ -718,6 +718,30 @@ def test_the_pisa_family_finds_the_optimum(name: str, steps: int, participation:
 def test_scaffold_finds_the_optimum() -> None:
     algorithm = Scaffold(lr=0.1, local=FullGradient(steps=5))
     assert error_on_least_squares(algorithm, 120, participation=0.4) <= 1e-8
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_scaffold_at_a_rate_of_zero(batched: bool) -> None:
+    """A warm-up that begins at zero is a round later, and a rate may fall below all numbers."""
+    local = FullGradient(steps=2)
+    warming = Scaffold(lr=0.1, lr_decay=lambda iteration: min(iteration, 1), local=local)
+    later = simulate(warming, 4, batched=batched)
+    plain = simulate(Scaffold(lr=0.1, local=local), 3, batched=batched)
+    assert distance(later.server.weights, plain.server.weights) <= 1e-14
+    vanishing = Scaffold(lr=0.1, lr_decay=1e-30, local=local)
+    single = [(x.float(), y) for x, y in classes()]
+    still = simulate(vanishing, 4, lambda: mlp().float(), single, batched=batched)
+    for tensors in (still.server.weights, still.server.memory["control"]):
+        assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_a_movement_at_a_rate_of_zero_implies_no_control() -> None:
+    algorithm = Scaffold(lr=0.1, lr_decay=lambda iteration: 0.0)
+    server = algorithm.open(algorithm.start({"w": torch.zeros(2)}))
+    still = Message({"moved": {"w": torch.zeros(2)}, "control": {"w": torch.zeros(2)}}, {})
+    known = {"control": {"w": torch.ones(2)}}
+    standing = algorithm.standing(server, still, known, torch.tensor(3.0))
+    assert all(torch.equal(tensors["w"], torch.ones(2)) for tensors in standing.values())
 
 
 def test_fedavg_does_not() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.federated.problems import MAKERS, classes, distance, memories, simulate
+from tests.federated.problems import MAKERS, classes, distance, logistic, memories, simulate
 from torchpisa.federated import SISA, Epochs, FullGradient, Minibatches, Simulation
 from torchpisa.federated.clients.batched import group_by_cost
 
@@ -66,3 +66,22 @@ def test_small_clients_are_not_padded_to_a_large_one() -> None:
     seen.clear()
     simulation.round()
     assert sorted(seen) == [10, 500]
+
+
+def test_padding_is_of_the_clients_own_data() -> None:
+    """One client has a value that is missing; the others are padded, and learn nothing of it."""
+    clients = classes((3, 20, 7))
+    clients[0][0][0] = torch.nan
+    at_once, in_turn = (
+        Simulation(
+            logistic(),
+            clients,
+            SISA(local=Epochs(1, 8)),
+            batched=batched,
+            participation=lambda iteration: [1, 2],
+        )
+        for batched in (True, False)
+    )
+    for simulation in (at_once, in_turn):
+        simulation.round()
+    assert distance(at_once.server.weights, in_turn.server.weights) <= 1e-12

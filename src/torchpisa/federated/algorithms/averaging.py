@@ -186,8 +186,8 @@ class Scaffold(MeanMovement):
     Local gradients are corrected by the difference of two control variates,
     \(g - c_i + c\). They start at zero; after its \(K\) local steps a client sets
     \(c_i^+ = c_i - c + (w - y_i) / (K \eta)\), and the server adds the changes to
-    \(c = \sum_i \alpha_i c_i\), absent clients staying in the sum. A round costs twice the traffic
-    of FedAvg.
+    \(c = \sum_i \alpha_i c_i\), absent clients staying in the sum. Where `lr_decay` has brought
+    \(\eta\) to zero, \(c_i\) stays. A round costs twice the traffic of FedAvg.
 
     The theory wants control variates that start at the clients' gradients. With `warm_start` a
     client spends its first round on that: it does not move, and sets \(c_i\) to the mean of the
@@ -227,9 +227,8 @@ class Scaffold(MeanMovement):
         self, server: ServerState, update: Message, known: Fields, steps: Tensor
     ) -> Fields:
         # The movement is compared as the control variate that it implies.
-        scale = float(steps) * server.numbers["lr"]
-        common = server.memory["control"]
-        change = {n: -common[n] - m / scale for n, m in update.tensors["moved"].items()}
+        scale = steps * server.numbers["lr"]
+        change = _control_change(server.memory["control"], update.tensors["moved"], scale)
         implied = Message({"control": change}, {})
         return {
             "control": super().standing(server, update, known, steps)["control"],
@@ -264,8 +263,8 @@ class Scaffold(MeanMovement):
     def finish(
         self, down: Message, memory: Fields, carry: Fields, steps: Tensor
     ) -> tuple[Message, Fields]:
-        common, scale = down.tensors["control"], steps * down.numbers["lr"]
-        change = {name: -common[name] - m / scale for name, m in carry["moved"].items()}
+        scale = steps * down.numbers["lr"]
+        change = _control_change(down.tensors["control"], carry["moved"], scale)
         new: Fields = {}
         if self.warm_start:
             warm = memory["warm"]["warm"]
@@ -275,3 +274,17 @@ class Scaffold(MeanMovement):
         control = {name: c + change[name] for name, c in memory["control"].items()}
         up = Message({"moved": carry["moved"], "control": change}, {})
         return up, {"control": control, **new}
+
+
+def _control_change(common: Tensors, moved: Tensors, scale: Tensor) -> Tensors:
+    r"""Return \(c_i^+ - c_i\); zero at a rate of zero, at which a movement tells nothing.
+
+    Args:
+        common: \(c\).
+        moved: \(y_i - w\).
+        scale: \(K \eta\).
+    """
+    return {
+        name: torch.where(scale < torch.finfo(m.dtype).tiny, 0.0, -common[name] - m / scale)
+        for name, m in moved.items()
+    }

@@ -61,7 +61,7 @@ def _coupling_obstacle(objective: Objective, weights: Tensors, x: Tensor, y: Ten
     """Return a reason if a sample's loss depends on chance or on the batch, which is padded."""
     with torch.no_grad():
         both, single = objective.losses(weights, x, y), objective.losses(weights, x[:1], y[:1])
-    if torch.allclose(both[:1], single, rtol=1e-3, atol=1e-5):
+    if torch.allclose(both[:1], single, rtol=1e-3, atol=1e-5, equal_nan=True):
         return None
     return "the loss of a sample depends on the others or on chance"
 
@@ -223,7 +223,10 @@ class BatchedClients:
             lengths = torch.tensor([len(batch) for batch in plan], device="cpu")
             used = torch.arange(width, device="cpu") < lengths[:, None]
             mask[: len(plan), column] = used.to(mask.dtype)
-            index[: len(plan), column][used] = torch.cat(plan) + self._offsets[client]
+            own = torch.cat(plan) + self._offsets[client]
+            # Padding is of the client's own data: zero times another's NaN would be NaN.
+            index[:, column] = own[0]
+            index[: len(plan), column][used] = own
         work = RoundWork(int(steps.sum()), sum(len(batch) for plan in plans for batch in plan))
         device = self._device
         return RoundPlan(
