@@ -101,6 +101,18 @@ def test_no_more_than_told_and_nobody_among_few(centre: str) -> None:
     assert judged(rule, cloud(1, count=5))
 
 
+@pytest.mark.parametrize("centre", CENTRES)
+def test_what_is_not_finite_is_always_rejected(centre: str) -> None:
+    """And it neither hides a liar nor counts as one."""
+    rule = RobustSelection(centre)  # type: ignore[arg-type]
+    points = cloud(3)
+    points[6, 3], points[7, 20] = torch.nan, torch.inf
+    found = judged(rule, points)
+    assert sorted(found) == ["6", "7", "8"]
+    assert [found[name] for name in "67"] == ["it is not finite"] * 2
+    assert judged(rule, points[6:8]) == {str(i): "it is not finite" for i in range(2)}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -228,6 +240,16 @@ def test_a_rejected_client_is_absent(algorithm, batched) -> None:
     scale = max(float(t.abs().max()) for t in total.values())
     for name, dual in simulation.server.memory["dual"].items():
         torch.testing.assert_close(total[name], dual, rtol=0, atol=1e-10 * scale + 1e-12)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_client_with_missing_values_is_absent(batched: bool) -> None:
+    clients = classes(SIZES)
+    clients[LIAR][0][5] = torch.nan
+    simulation = Simulation(logistic(), clients, MISA(), robust=RobustSelection(), batched=batched)
+    simulation.run(4, progress=False)
+    assert simulation.rejected[LIAR] == "it is not finite"
+    assert all(t.isfinite().all() for t in simulation.memory_of(LIAR)["dual"].values())
 
 
 def test_the_solution_is_that_of_the_others() -> None:

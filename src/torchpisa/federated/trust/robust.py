@@ -48,7 +48,8 @@ CHANCE = 5.0
 class RobustSelection:
     r"""A rule for the updates that a server rejects.
 
-    Every update passes two tests, and those that fail worst are rejected, `liars` at most.
+    An update that is not finite is always rejected. The others pass two tests, and those that fail
+    worst are rejected, `liars` at most.
 
     *Response.* A client is asked at every new \(w\), and answers with minus its gradient, or an
     average of its gradients. Where the model moves by \(\Delta w\), the gradient of an honest
@@ -204,6 +205,13 @@ class Judge:
             late: clients whose update was computed in an earlier round.
         """
         rule = self._rule
+        broken = {
+            name: "it is not finite"
+            for name, update in updates.items()
+            if not (_is_finite(update.tensors) and _is_finite(standings[name]))
+        }
+        updates = {name: update for name, update in updates.items() if name not in broken}
+        standings = {name: standings[name] for name in updates}
         self._record_answers(server, updates, standings, late)
         unexplained: dict[str, str] = {}
         if self._witnesses is not None:  # called in every round, because it keeps state
@@ -222,7 +230,8 @@ class Judge:
         excluded = {name: why for name in updates if (why := self._on_probation(name, doubts))}
         # The strongest evidence first; a new suspect takes the place of an excluded client.
         chosen = dict(list({**unresponsive, **excluded, **suspects}.items())[: rule.liars])
-        for name in updates:
+        chosen = {**broken, **chosen}
+        for name in (*updates, *broken):
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if name in chosen else 0
             # Unusual data are no reason for exclusion: the next update may be like the others.
             if self._in_a_row[name] >= rule.patience and name in unresponsive:
@@ -367,6 +376,10 @@ def geometric_median(points: Tensor, iterations: int = 100, tolerance: float = 1
         if moved <= tolerance * scale:
             break
     return centre
+
+
+def _is_finite(fields: Fields) -> bool:
+    return all(bool(t.isfinite().all()) for field in fields.values() for t in field.values())
 
 
 class Agreement(NamedTuple):
