@@ -1,6 +1,7 @@
 """Differential privacy: noise that keeps the sums right, and what it adds up to."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -205,6 +206,34 @@ def test_runs_can_be_repeated_and_continued(tmp_path) -> None:
     simulation().run(3, progress=False, checkpoint=tmp_path / "run.pt")
     rows = simulation().run(6, progress=False, checkpoint=tmp_path / "run.pt")
     assert rows[-1]["epsilon"] == pytest.approx(whole[-1]["epsilon"], rel=1e-12)
+
+
+def test_secret_noise_has_more_than_the_seeds_of_a_generator(monkeypatch) -> None:
+    """PyTorch's generator on the CPU reads 32 bits of its seed, and those are all alike here."""
+    source = random.Random(0)
+    monkeypatch.setattr("os.urandom", lambda count: (source.randbytes(4) + bytes(4)) * (count // 8))
+    update = Message(
+        {"dual": {"a": torch.zeros(3, 7), "b": torch.zeros(()), "c": torch.zeros(0)}}, {}
+    )
+    one, two = (GaussianNoise(1.0, 1.0).apply(update).tensors["dual"] for _ in range(2))
+    assert not torch.equal(one["a"], two["a"])
+    assert [one[name].shape for name in "abc"] == [(3, 7), (), (0,)]
+
+
+def test_secret_noise_is_normal(monkeypatch) -> None:
+    """By its moments and by its distribution (Kolmogorov and Smirnov), in more than one part."""
+    monkeypatch.setattr("os.urandom", random.Random(0).randbytes)
+    count = 2**20 + 2**18 + 1
+    zero = Message({"dual": {"a": torch.zeros(count, dtype=torch.float64)}}, {})
+    noise = GaussianNoise(0.5, 4.0).apply(zero).tensors["dual"]["a"] / 2
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        error = float((noise**power).mean()) - moment
+        assert abs(error) <= 4 * math.sqrt(variance / count)
+    reached = torch.arange(1, count + 1, dtype=torch.float64) / count
+    gap = (torch.special.ndtr(noise.sort().values) - reached).abs().max()
+    assert float(gap) <= 2 / math.sqrt(count)
+    neighbours = float((noise[1:] * noise[:-1]).mean())
+    assert abs(neighbours) <= 4 / math.sqrt(count)
 
 
 def test_what_is_refused() -> None:

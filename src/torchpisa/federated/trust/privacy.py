@@ -44,7 +44,8 @@ class GaussianNoise:
     Neighbouring trainings are those in which one client sends an update of zero, with noise, in
     every round. Numbers of samples and who takes part are not protected, and no advantage is taken
     of clients that are drawn at random, since clients can work out the draw. Clients that
-    collude know their own part of the noise. PyTorch's generator is not a cryptographic one.
+    collude know their own part of the noise. It is drawn from the random numbers of the operating
+    system; what the rounding of floating-point numbers may give away is not counted.
 
     Args:
         clip: the norm, over all tensors of an update, that it is scaled down to.
@@ -96,19 +97,16 @@ class GaussianNoise:
 
         Args:
             update: the update without protection.
-            generator: generator of the noise, on the CPU; by default one with a secret seed.
+            generator: generator of the noise, on the CPU; by default the noise is secret.
         """
         tensors = [tensor for field in update.tensors.values() for tensor in field.values()]
         norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
         factor = min(1.0, self.clip / norm) if norm else 1.0
-        if generator is None:
-            # Not from the training's seed, which everybody knows: the noise could be subtracted.
-            secret = int.from_bytes(os.urandom(8), "big") >> 1
-            generator = torch.Generator("cpu").manual_seed(secret)
 
         def with_noise(tensor: torch.Tensor) -> torch.Tensor:
-            noise = torch.randn(
-                tensor.shape, generator=generator, dtype=torch.float64, device="cpu"
+            noise = torch.empty(tensor.shape, dtype=torch.float64, device="cpu")
+            noise = (
+                _secret_normal(noise) if generator is None else noise.normal_(generator=generator)
             )
             noise = noise.to(tensor.device, tensor.dtype)
             return factor * tensor + self.noise * self.clip * noise
@@ -146,7 +144,7 @@ class GaussianNoise:
             update: the update without protection.
             old: the client's memory before the round.
             new: the client's memory after the round.
-            generator: generator of the noise; by default one with a secret seed.
+            generator: generator of the noise; by default the noise is secret.
         """
         self.check(algorithm)
         sent = self.apply(update, generator)
@@ -196,6 +194,22 @@ class PrivacyAccount:
         accountant = _opacus("accountants").RDPAccountant()
         accountant.history = [(1 / math.sqrt(largest), 1.0, 1)]
         return float(accountant.get_epsilon(self._privacy.delta, alphas=ORDERS))
+
+
+def _secret_normal(out: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor of float64 on the CPU with normal numbers that nobody can compute again.
+
+    Not with a generator of PyTorch: on the CPU it reads only 32 bits of its seed. Whoever sees
+    noise alone, as where a gradient is zero, could try all of them and subtract the rest.
+    """
+    for part in torch.split(out.view(-1), 2**20):
+        pairs = max(1, -(-len(part) // 2))
+        bits = torch.frombuffer(bytearray(os.urandom(16 * pairs)), dtype=torch.int64)
+        # The upper 53 bits of each number, as uniform numbers in (0, 1]; then by Box and Muller.
+        uniform = (((bits >> 11) & (2**53 - 1)) + 1).double() / 2**53
+        radius, angle = (-2 * uniform[:pairs].log()).sqrt(), 2 * math.pi * uniform[pairs:]
+        part.copy_(torch.cat([radius * angle.cos(), radius * angle.sin()])[: len(part)])
+    return out
 
 
 def _opacus(module: str) -> Any:
