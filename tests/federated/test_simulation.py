@@ -31,6 +31,7 @@ from tests.federated.problems import (
     memories,
     mlp,
     parameters,
+    seeded,
     simulate,
     straight,
     works,
@@ -689,6 +690,36 @@ def test_running_statistics(batched: bool | None) -> None:
         Simulation(
             normalised(nn.BatchNorm2d(2)), classes((5, 9), (1, 6, 6)), SISA(), batched=batched
         )
+
+
+class Buffered(nn.Linear):
+    """A layer that keeps something in a buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(4, 3)
+        self.kind = kind
+        self.register_buffer("kept", torch.ones(1 if kind == "cache" else 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "cache":
+            self.kept = torch.ones(4, dtype=x.dtype)
+        elif self.kind == "replaced":
+            self.kept = 0.9 * self.kept + 0.1 * x.detach().mean(0)
+        else:
+            self.kept.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.kept)
+
+
+@pytest.mark.parametrize("batched", [None, True, False])
+@pytest.mark.parametrize("kind", ["in place", "replaced"])
+def test_statistics_of_other_layers(kind: str, batched: bool | None) -> None:
+    with pytest.raises(ValueError, match=r"must not change its buffers, as .* with 'kept'"):
+        simulate(SISA(), 1, lambda: seeded(lambda: Buffered(kind)), batched=batched)
+
+
+@pytest.mark.parametrize("batched", [None, False])
+def test_a_cache_is_no_statistic(batched: bool | None) -> None:
+    assert simulate(SISA(), 2, lambda: seeded(lambda: Buffered("cache")), batched=batched)
 
 
 @pytest.mark.parametrize("batched", [None, True, False])

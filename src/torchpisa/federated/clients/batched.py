@@ -20,7 +20,12 @@ from torchpisa.federated.clients.full_gradients import FullGradients, faster_one
 from torchpisa.federated.clients.local_round import RoundResult, RoundWork
 from torchpisa.federated.clients.local_work import FullGradient, Key
 from torchpisa.federated.clients.memory import MemoryStore
-from torchpisa.federated.clients.objective import LossError, Objective, trainable
+from torchpisa.federated.clients.objective import (
+    BufferChangeError,
+    LossError,
+    Objective,
+    trainable,
+)
 
 __all__ = ["BatchedClients", "batching_obstacle", "group_by_cost"]
 
@@ -49,9 +54,10 @@ def batching_obstacle(
     pair = [torch.cat([a[:1], b[-1:]]).to(device) for a, b in zip(first, tensors[-1], strict=True)]
     objective.model.train()
     try:
-        coupled = _coupling_obstacle(objective, weights, *pair)
+        with objective.unchanged_buffers():
+            coupled = _coupling_obstacle(objective, weights, *pair)
         return coupled or _vmap_obstacle(objective, weights, *pair)
-    except LossError:  # wrong in sequential rounds as well
+    except (BufferChangeError, LossError):  # wrong in sequential rounds as well
         raise
     except ValueError as error:  # for example BatchNorm's for a single sample
         return f"the model does not take single samples ({error})"

@@ -71,7 +71,8 @@ def local_round(
     """
     plan = algorithm.local.plan(sample_count(data), key, iteration)
     objective.model.train()
-    with _seeded(_device(down.tensors["weights"]), hashed("round", *key, iteration)):
+    seeded = _seeded(_device(down.tensors["weights"]), hashed("round", *key, iteration))
+    with seeded, objective.unchanged_buffers():
         carry = _local_steps(algorithm, objective, data, down, memory, plan)
     steps = torch.tensor(float(len(plan)), dtype=torch.float64, device="cpu")
     update, memory = algorithm.finish(down, memory, carry, steps)

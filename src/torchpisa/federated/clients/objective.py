@@ -1,6 +1,7 @@
 """A client's objective: a model and a loss, and the gradients of the mean loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torchpisa.checks import check_count
 from torchpisa.federated.algorithms.base import Tensors
 
 __all__ = [
+    "BufferChangeError",
     "Loss",
     "LossError",
     "Objective",
@@ -45,6 +47,10 @@ class LossError(ValueError):
     """A loss that does not return one number per sample."""
 
 
+class BufferChangeError(ValueError):
+    """A model whose forward pass changes its buffers."""
+
+
 class LossGraph(NamedTuple):
     """A loss and the outputs it was computed from, with their graph."""
 
@@ -73,6 +79,23 @@ class Objective:
         parameters = list(model.named_parameters(remove_duplicate=False))
         # Looking for tied weights in every call would take longer than a small layer.
         self._tied = len(parameters) > len({id(p) for _, p in parameters})
+
+    @contextmanager
+    def unchanged_buffers(self) -> Iterator[None]:
+        """Raise BufferChangeError if what runs inside changes a buffer, as running statistics do.
+
+        A buffer that is replaced by one of another shape is a cache, such as that of positions.
+        """
+        before = {name: (buffer, buffer._version) for name, buffer in self.model.named_buffers()}
+        yield
+        for name, buffer in self.model.named_buffers():
+            old, version = before.get(name, (buffer, buffer._version))
+            replaced = buffer.shape == old.shape and not torch.equal(buffer, old)
+            if old._version != version or (buffer is not old and replaced):
+                raise BufferChangeError(
+                    f"model must not change its buffers, as its forward pass does with {name!r}: "
+                    "what a client leaves there would be lost, or pass to other clients"
+                )
 
     def losses(self, weights: Tensors, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return one loss per sample."""
