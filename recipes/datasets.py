@@ -35,7 +35,7 @@ from torch import Tensor
 
 __all__ = ["NAMES", "Arrays", "CorruptFileError", "Dataset", "Split"]
 __all__ += ["check_checksum", "data_folder", "digits", "is_missing", "load", "locate", "read"]
-__all__ += ["scaled", "verify"]
+__all__ += ["read_bytes", "scaled", "verify"]
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -129,6 +129,7 @@ def load(
 
     Raises:
         FileNotFoundError: the files are not there.
+        CorruptFileError: see `read`.
     """
     arrays, source = read(name, folder), _source(name)
 
@@ -186,9 +187,10 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
 
     Raises:
         FileNotFoundError: see `locate`.
-        CorruptFileError: what is in the cache cannot be read.
+        CorruptFileError: a file, or what is in the cache, cannot be read or does not fit.
     """
     place, cached = locate(name, folder), _cached(name, data_folder(folder))
+    source = _source(name)
     if place == cached:
         try:
             with cached.open("rb") as file, np.load(file) as saved:
@@ -196,9 +198,21 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
         except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             raise CorruptFileError(
                 f"{cached.resolve()} is damaged: {error}. Remove it; it is made anew from the "
-                f"published files. {_source(name).instructions}"
+                f"published files. {source.instructions}"
             ) from None
-    arrays = _source(name).read(place)
+    try:
+        arrays = source.read(place)
+    except CorruptFileError:
+        raise
+    except (IndexError, ValueError) as error:
+        message = f"{place.resolve()} is damaged: {error}. {source.instructions}"
+        raise CorruptFileError(message) from None
+    for samples, labels in (arrays[:2], arrays[2:]):
+        if len(samples) != len(labels):
+            raise CorruptFileError(
+                f"{place.resolve()} must have a label for each of {len(samples)} samples, got "
+                f"{len(labels)} labels. {source.instructions}"
+            )
     if cached.parent.is_dir() and name != "digits":
         # Atomic, because other processes may be reading or writing the same file.
         part = cached.with_name(f".{name}.{os.getpid()}.npz")
@@ -209,6 +223,26 @@ def read(name: str, folder: str | os.PathLike[str] | None = None) -> Arrays:
 
 class CorruptFileError(ValueError):
     """A file that is damaged, not the published one, or does not fit what it is for."""
+
+
+def read_bytes(path: Path, instructions: str = "Get it again.") -> bytes:
+    """Return the content of a file, unzipped if it is gzipped.
+
+    Args:
+        path: the file; gzipped if its name ends in `.gz`.
+        instructions: instructions for getting the file again.
+
+    Raises:
+        CorruptFileError: it cannot be unzipped.
+    """
+    raw = path.read_bytes()
+    if path.suffix != ".gz":
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        message = f"{path.resolve()} is damaged: {error}. {instructions}"
+        raise CorruptFileError(message) from None
 
 
 # SHA-256, or MD5 where that is what the publisher gives, by the name of the file.
@@ -284,8 +318,7 @@ def _cached(name: str, folder: Path) -> Path:
 
 def read_idx(path: Path) -> Array:
     """Read a gzipped idx file of bytes."""
-    with gzip.open(path) as file:
-        raw = file.read()
+    raw = read_bytes(path)
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":  # 8: unsigned bytes
         raise ValueError(f"{path} must be a gzipped idx file of unsigned bytes")
     dims = raw[3]
@@ -386,8 +419,7 @@ BATCHES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 
 def read_libsvm(path: Path, features: int = 123) -> tuple[Array, Array]:
     """Read rows of a label (-1 or +1, here 0 or 1) and the indices of the features that are 1."""
-    with gzip.open(path, "rt", encoding="ascii") as file:
-        rows = [line.split() for line in file]
+    rows = [line.split() for line in read_bytes(path).decode("ascii").splitlines()]
     x = np.zeros((len(rows), features), np.uint8)
     for row, (_, *entries) in enumerate(rows):
         x[row, [int(entry.split(":")[0]) - 1 for entry in entries]] = 1

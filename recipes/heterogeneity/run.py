@@ -100,9 +100,9 @@ def trace(
 
 
 def require_data(settings: Sequence[Settings], *, device: str, data: str) -> None:
-    """Raise FileNotFoundError if a data set is missing."""
+    """Raise FileNotFoundError if a data set is missing, CorruptFileError if it is damaged."""
     for name in dict.fromkeys(run.dataset for run in settings):
-        datasets.locate(name, data)
+        datasets.verify(name, data)
 
 
 def condense(log: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import grid as grids
+from recipes.datasets import CorruptFileError
 from recipes.execution import Runs
 from recipes.grid import Value, parse_grid
 from recipes.heterogeneity.config import ALGORITHMS, CHOICES, Choice, Config, Settings, settings
@@ -130,8 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = Runs(run, config, plan, args.out / "logs", options, {}, args.jobs)
     try:
         require_data(list(plan.values()), **options)
-    except FileNotFoundError as missing:
-        parser.error(str(missing))
+    except (FileNotFoundError, CorruptFileError) as error:
+        parser.error(str(error))
     runs.run_missing(list(plan))
     path = args.out / "tuning.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from recipes.datasets import CorruptFileError
 from recipes.language.tokens import Tokens, write_shard
 
 __all__ = ["encode", "load_tokenizer", "main", "pieces", "prepare"]
@@ -34,6 +35,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: they are not there.
+        CorruptFileError: they are damaged.
         ImportError: the package tokenizers is not installed.
     """
     folder = Path(folder)
@@ -43,7 +45,13 @@ def load_tokenizer(folder: str | Path) -> Any:
                 from tokenizers import ByteLevelBPETokenizer
             except ImportError:
                 raise ImportError("prepare needs tokenizers: pip install tokenizers") from None
-            return ByteLevelBPETokenizer(str(folder / vocabulary), str(folder / merges))
+            try:
+                return ByteLevelBPETokenizer(str(folder / vocabulary), str(folder / merges))
+            except Exception as error:  # the package has no class of its own for these
+                raise CorruptFileError(
+                    f"{vocabulary} or {merges} in {folder.resolve()} is damaged: {error}. "
+                    "Get both again."
+                ) from None
     pairs = " or ".join(" and ".join(pair) for pair in FILES)
     raise FileNotFoundError(f"--bpe must be a folder with {pairs}, got {folder}")
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.datasets import CorruptFileError
 from recipes.execution import Runs
 from recipes.grid import Value, parse_grid, run_label
 from recipes.language import model, optimizers
@@ -88,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = Runs(run, config, settings, args.out / "logs", options, {}, args.jobs)
     try:
         require_data(list(settings.values()), **options)
-    except FileNotFoundError as missing:
-        parser.error(str(missing))
+    except (FileNotFoundError, CorruptFileError) as error:
+        parser.error(str(error))
     runs.run_missing(list(settings))
     path = args.out / f"{args.preset}_{args.optimizer}_m{args.batches}.json"
     before = json.loads(path.read_text(encoding="utf-8"))["trials"] if path.is_file() else {}

@@ -6,7 +6,6 @@ everywhere, takes its place where that is allowed.
 """
 
 import functools
-import gzip
 import hashlib
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.datasets import CorruptFileError, data_folder
+from recipes.datasets import CorruptFileError, data_folder, read_bytes
 
 __all__ = ["Corpus", "columns", "load", "locate", "verify"]
 
@@ -65,15 +64,6 @@ def locate(folder: str | None = None) -> dict[str, Path]:
     return files
 
 
-def read(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-        return gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (gzip.BadGzipFile, EOFError, OSError) as error:
-        message = f"{path.resolve()} is damaged: {error}. {INSTRUCTIONS}"
-        raise CorruptFileError(message) from None
-
-
 def verify(folder: str | None = None) -> None:
     """Check that the files are there and intact.
 
@@ -82,7 +72,7 @@ def verify(folder: str | None = None) -> None:
         CorruptFileError: a file is not the published one.
     """
     for part, path in locate(folder).items():
-        checksum = hashlib.sha256(read(path)).hexdigest()
+        checksum = hashlib.sha256(read_bytes(path, INSTRUCTIONS)).hexdigest()
         if checksum != CHECKSUMS[part]:
             raise CorruptFileError(
                 f"{path.resolve()} is damaged or another text: its SHA-256, unzipped, must be "
@@ -100,7 +90,7 @@ def load(name: str, folder: str | None = None, limit: int = 0) -> Corpus:
         limit: words of the training part, and a tenth as many of the others; 0 for all.
     """
     if name == "ptb":
-        texts = [read(path).decode() for path in locate(folder).values()]
+        texts = [read_bytes(path).decode() for path in locate(folder).values()]
         parts = [text.replace("\n", f" {END} ").split() for text in texts]
     elif name == "python":
         parts = documentation()

@@ -7,6 +7,7 @@ import pickle
 import struct
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,34 @@ def test_file_that_is_no_idx_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b"<html>not found</html>"))
     with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz must be a gzipped idx file"):
         datasets.read("mnist", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[:-9], lambda raw: raw[:60] + bytes(9) + raw[69:]]
+)
+def test_gzipped_file_that_is_damaged_is_named(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    write_mnist(tmp_path / "mnist")
+    path = tmp_path / "mnist" / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(datasets.CorruptFileError, match=r"t10k-images-idx3-ubyte\.gz is damaged"):
+        datasets.read("mnist", tmp_path)
+
+
+def test_labels_of_other_samples_are_refused(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "mnist", train=40, test=10)
+    write_idx(tmp_path / "mnist" / "train-labels-idx1-ubyte.gz", labels(10))
+    with pytest.raises(datasets.CorruptFileError, match="each of 40 samples, got 10 labels"):
+        datasets.read("mnist", tmp_path)
+
+
+def test_other_features_than_published_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a9a").mkdir()
+    for name in ("a9a.gz", "a9a.t.gz"):
+        (tmp_path / "a9a" / name).write_bytes(gzip.compress(b"+1 3:1 999:1\n"))
+    with pytest.raises(datasets.CorruptFileError, match="a9a is damaged: index 998"):
+        datasets.read("adult", tmp_path)
 
 
 def cifar_batches() -> tuple[dict[str, bytes], datasets.Arrays]:

@@ -9,7 +9,6 @@ between two end tokens, and writes the instructions for ingredients that it has 
 """
 
 import csv
-import gzip
 import hashlib
 import io
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recipes.datasets import CorruptFileError, data_folder
+from recipes.datasets import CorruptFileError, data_folder, read_bytes
 from recipes.language.prepare import END, load_tokenizer
 
 __all__ = ["Codec", "Example", "Parts", "Recipe", "collate", "load", "load_codec", "read"]
@@ -65,14 +64,6 @@ def locate(folder: str | Path | None = None) -> Path:
     return path
 
 
-def read_bytes(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-        return gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise CorruptFileError(f"{path.resolve()} is damaged: {error}. {INSTRUCTIONS}") from None
-
-
 def verify(folder: str | Path | None = None) -> None:
     """Check that the recipes are there and are the published ones.
 
@@ -81,7 +72,7 @@ def verify(folder: str | Path | None = None) -> None:
         CorruptFileError: they are others.
     """
     path = locate(folder)
-    checksum = hashlib.sha256(read_bytes(path)).hexdigest()
+    checksum = hashlib.sha256(read_bytes(path, INSTRUCTIONS)).hexdigest()
     if checksum != CHECKSUM:
         raise CorruptFileError(
             f"{path.resolve()} is damaged or another file: its SHA-256, unzipped, must be "
@@ -131,6 +122,7 @@ def load_codec(name: str, folder: str | None = None) -> Codec:
 
     Raises:
         FileNotFoundError: GPT-2's files are not in the data folder.
+        CorruptFileError: they are damaged.
     """
     if name == "bytes":
         return BYTES

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recipes import __main__ as command
-from recipes.datasets import data_folder
+from recipes.datasets import CorruptFileError, data_folder
 from recipes.language import tokens
 from recipes.language.prepare import END, encode, load_tokenizer, prepare
 
@@ -37,6 +37,13 @@ def test_files_have_the_names_of_either_house(bpe: Path, tmp_path: Path) -> None
     assert load_tokenizer(tmp_path).encode(TEXT).ids == load_tokenizer(bpe).encode(TEXT).ids
     with pytest.raises(FileNotFoundError, match=r"encoder.json and vocab.bpe or vocab.json"):
         load_tokenizer(tmp_path / "elsewhere")
+
+
+def test_damaged_files_are_named(bpe: Path, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_bytes((bpe / "vocab.json").read_bytes()[:100])
+    (tmp_path / "merges.txt").write_bytes((bpe / "merges.txt").read_bytes())
+    with pytest.raises(CorruptFileError, match=r"vocab\.json or merges\.txt in .* is damaged: "):
+        load_tokenizer(tmp_path)
 
 
 def test_tokens_of_gpt2() -> None:
