@@ -26,7 +26,7 @@ from recipes.gan import RECIPE as GAN
 from recipes.heterogeneity import RECIPE as HETEROGENEITY
 from recipes.language import RECIPE as LANGUAGE
 from recipes.least_squares import RECIPE as LEAST_SQUARES
-from recipes.recipe import Recipe, Results
+from recipes.recipe import Recipe, Results, read_results
 from recipes.rl import RECIPE as RL
 from recipes.rnn import RECIPE as RNN
 from recipes.vision import RECIPE as VISION
@@ -116,29 +116,6 @@ def run_recipe(
     return results
 
 
-def read_results(option: str, file: Path, stem: str) -> Results:
-    """Return the results that a recipe has saved.
-
-    Args:
-        option: the option that names the file.
-        file: the file.
-        stem: the name of the recipe, as files have it.
-
-    Raises:
-        ValueError: it is not such a file, or that of another recipe.
-    """
-    problem = f"{option} must be a file that the recipe {stem} wrote, got {file}"
-    try:
-        results: Results = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{problem}: {error}") from None
-    if not isinstance(results, dict) or not isinstance(results.get("runs"), dict):
-        raise ValueError(f"{problem}, which has no runs")
-    if results.get("recipe", stem) != stem:
-        raise ValueError(f"{problem}, which is of {results['recipe']}")
-    return results
-
-
 def find_known(runs: Runs, known: Sequence[Results]) -> dict[str, Any]:
     """Return the saved runs, as they were saved, that a plan has with the same settings.
 
@@ -189,7 +166,9 @@ def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence
     """Add options about devices, folders and processes."""
     if "device" in option_names:
         best = "cuda" if torch.cuda.is_available() else "cpu"
-        parser.add_argument("--device", default=best, help="default here: %(default)s")
+        parser.add_argument(
+            "--device", type=existing_device, default=best, help="default here: %(default)s"
+        )
     if "data" in option_names:
         parser.add_argument(
             "--data",
@@ -202,20 +181,23 @@ def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence
     if "checkpoints" in option_names:
         parser.add_argument(
             "--checkpoints",
-            type=Path,
+            type=folder_path,
             metavar="DIR",
             help="folder to save unfinished runs in and to resume them from; default: none",
         )
     if "save_weights" in option_names:
         parser.add_argument(
             "--save-weights",
-            type=Path,
+            type=folder_path,
             metavar="DIR",
             help="folder for the weights of runs; default: none",
         )
     if "samples" in option_names:
         parser.add_argument(
-            "--samples", type=Path, metavar="DIR", help="folder for pictures; default: none"
+            "--samples",
+            type=folder_path,
+            metavar="DIR",
+            help="folder for pictures; default: none",
         )
     if "inception" in option_names:
         parser.add_argument(
@@ -227,6 +209,28 @@ def add_resource_options(parser: argparse.ArgumentParser, option_names: Sequence
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at the same time; default: 1"
     )
+
+
+def existing_device(word: str) -> str:
+    """Parse a device, which this machine must have."""
+    try:
+        device = torch.device(word)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"must be a device of torch, got {word!r}") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise argparse.ArgumentTypeError(
+            f"must be a device of this machine, which has {count} GPUs, got {word!r}"
+        )
+    return word
+
+
+def folder_path(word: str) -> Path:
+    """Parse a folder, which need not be there yet."""
+    path = Path(word)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, got the file {word!r}")
+    return path
 
 
 def positive_seconds(word: str) -> float:
@@ -263,7 +267,10 @@ def make_parser(name: str, recipe: Recipe) -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="the first; default: the preset's")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for logs and results; default: runs/PRESET"
+        "--out",
+        type=folder_path,
+        metavar="DIR",
+        help="folder for logs and results; default: runs/PRESET",
     )
     parser.add_argument(
         "--only",
@@ -381,7 +388,7 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
                 known=known,
             )
             first = ranks.rank() == 0
-    except (FileNotFoundError, datasets.CorruptFileError) as error:
+    except (OSError, datasets.CorruptFileError) as error:
         sys.exit(str(error))
     if not first:
         return

@@ -171,10 +171,12 @@ class Runs:
 
     def announce(self, name: str, label: str) -> None:
         run = self.log(name)
-        if run is None:
+        if run is not None:
+            print_line(f"{label}: {run['seconds']:.1f} s")
+        elif self.deadline is not None:
             print_line(f"{label}: not done within the time limit")
         else:
-            print_line(f"{label}: {run['seconds']:.1f} s")
+            print_line(f"{label}: its log is damaged; does another command write to {self.folder}?")
 
 
 class TimeLimitError(Exception):

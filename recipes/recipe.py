@@ -1,13 +1,14 @@
 """The interface of a recipe."""
 
 import dataclasses
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Check", "Line", "Recipe", "Results", "shared_settings"]
+__all__ = ["Check", "Line", "Recipe", "Results", "read_results", "shared_settings"]
 
 Line = dict[str, float | None]
 """One line of a run's log: numbers by name, None for one that is not finite."""
@@ -86,3 +87,28 @@ def shared_settings(config: Any, settings: type[Any]) -> dict[str, Any]:
     names = {entry.name for entry in dataclasses.fields(config)}
     fields = (entry.name for entry in dataclasses.fields(settings))
     return {name: getattr(config, name) for name in fields if name in names}
+
+
+def read_results(option: str, file: Path, stem: str) -> Results:
+    """Return the results that a recipe has saved.
+
+    Args:
+        option: the option that names the file, for errors.
+        file: the file.
+        stem: the name of the recipe, as files have it.
+
+    Raises:
+        ValueError: it is not such a file, or that of another recipe.
+    """
+    problem = f"{option} must be a file that the recipe {stem} wrote, got {file}"
+    try:
+        results: Results = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{problem}: {error}") from None
+    if not isinstance(results, dict) or not isinstance(results.get("runs"), dict):
+        raise ValueError(f"{problem}, which has no runs")
+    if results.get("recipe", stem) != stem:
+        raise ValueError(f"{problem}, which is of {results['recipe']}")
+    if not isinstance(results.get("config"), dict):
+        raise ValueError(f"{problem}, which has no config")
+    return results

@@ -11,7 +11,7 @@ from recipes.budgets.config import CHOSEN, TITLES, TRIALS, TWICE
 from recipes.grid import format_value
 from recipes.heterogeneity.cells import Cell, Summary, cell_title
 from recipes.heterogeneity.run import condense as condense_curve
-from recipes.recipe import Check, Results
+from recipes.recipe import Check, Results, read_results
 from recipes.style import COLOURS, INK, figure_style
 from recipes.tables import checks_table, markdown, provenance
 
@@ -266,10 +266,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("trials", type=Path, help="results of the preset trials, a JSON file")
     parser.add_argument("--out", type=Path, default=CHOSEN, help="default: chosen.json here")
     args = parser.parse_args(argv)
-    if not args.trials.is_file():
-        parser.error(f"trials must be a file that the recipe wrote, got {args.trials}")
-    results = json.loads(args.trials.read_text(encoding="utf-8"))
-    if not results["config"]["trials"]:
+    try:
+        results = read_results("trials", args.trials, "budgets")
+    except ValueError as error:
+        parser.error(str(error))
+    if not results["config"].get("trials"):
         parser.error(f"trials must be results of a preset of trials, got {args.trials}")
     chosen = choose(results)
     before = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}

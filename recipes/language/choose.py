@@ -14,7 +14,7 @@ from typing import Any
 
 from recipes.language.config import BASES, CHANGES, CHOSEN, label, label_prefix
 from recipes.language.optimizers import TITLES
-from recipes.recipe import Results
+from recipes.recipe import Results, read_results
 from recipes.tables import markdown, provenance
 
 __all__ = ["choose", "main", "report"]
@@ -81,10 +81,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("trials", type=Path, help="results of the preset trials, a JSON file")
     parser.add_argument("--out", type=Path, default=CHOSEN, help="default: chosen.json here")
     args = parser.parse_args(argv)
-    if not args.trials.is_file():
-        parser.error(f"trials must be a file that the recipe wrote, got {args.trials}")
-    results = json.loads(args.trials.read_text(encoding="utf-8"))
-    if results["config"]["compares"] != "changes":
+    try:
+        results = read_results("trials", args.trials, "language")
+    except ValueError as error:
+        parser.error(str(error))
+    if results["config"].get("compares") != "changes":
         parser.error(f"trials must be results of the preset trials, got {args.trials}")
     chosen = choose(results)
     args.out.write_text(json.dumps(chosen, indent=1) + "\n", encoding="utf-8")

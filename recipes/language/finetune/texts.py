@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.language.finetune.results import by_model, rows
-from recipes.recipe import Results
+from recipes.recipe import Results, read_results
 
 __all__ = ["excerpts", "main"]
 
@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.recipes < 1:
         parser.error(f"--recipes must be >= 1, got {args.recipes}")
-    results = json.loads(args.results.read_text(encoding="utf-8"))
+    try:
+        results = read_results("results", args.results, "language_finetune")
+    except ValueError as error:
+        parser.error(str(error))
     try:
         page = excerpts(results, args.texts, args.recipes)
     except FileNotFoundError as error:

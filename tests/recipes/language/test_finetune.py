@@ -530,3 +530,17 @@ def test_texts_of_the_rows_are_shown(saved: dict[str, Any], tmp_path: Path) -> N
     ]
     with pytest.raises(SystemExit):
         texts.main([str(path), "--texts", str(tmp_path / "elsewhere")])
+
+
+def test_results_and_logs_that_are_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(similarity, "find_scorer", lambda folder: WordScorer("words", Path()))
+    nowhere = str(tmp_path / "nowhere")
+    for words, message in (
+        (["texts", nowhere], "results must be a file that the recipe language_finetune wrote"),
+        (["score", "--logs", nowhere], "--logs must be a folder with logs of the recipe, got"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(["language", "finetune", *words])
+        assert message in capsys.readouterr().err
