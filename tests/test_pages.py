@@ -429,3 +429,57 @@ def test_equal_costs() -> None:
         f"MISA ends at {misa} on CIFAR-10, Muon on the server at {muon}, SISA at {sisa}, "
         f"FedAvg at {fedavg} ("
     ) in readme
+
+
+def test_rewards() -> None:
+    """What docs/rl.md says of rewards on the way."""
+    text = page("rl")
+    rewards: dict[tuple[str, str], list[list[float]]] = {}
+    for run in saved("rl")["runs"].values():
+        key = run["settings"]["task"], run["settings"]["choice"]["label"]
+        rewards.setdefault(key, []).append(run["reward"])
+    ant = {
+        name: [statistics.fmean(at) for at in zip(*rewards["ant", name], strict=True)]
+        for name in ("sisa", "misa", "adam")
+    }
+    leads = [max(ant, key=lambda name, at=at: ant[name][at]) for at in range(11)]
+    assert leads[1:7] == ["misa", *["sisa"] * 4, "adam"]  # an evaluation every 30,000 steps
+    assert "SISA leads from 60,000 to 150,000 steps and then falls behind" in text
+    swings = [value for curve in rewards["double_pendulum", "misa"] for value in curve[10:]]
+    assert f"MISA's between {min(swings):,.0f} and {max(swings):,.0f}," in text
+    highest = max(map(max, rewards["double_pendulum", "sisa"]))
+    assert f"On InvertedDoublePendulum the reward never exceeds {highest:.0f}." in text
+    cheetahs = rewards["half_cheetah", "sisa"]
+    up, down = max(cheetahs, key=max)[2:4]
+    assert up == max(map(max, cheetahs))
+    assert f"has {up:.0f} after 60,000 steps and {down:,.0f} after 30,000 more" in text
+    assert max(statistics.fmean(curve[-3:]) for curve in cheetahs) <= -200
+
+
+def test_equal_budgets() -> None:
+    """What docs/federated-results.md says of Muon on the server, and of SISA in few rounds."""
+    text = page("federated-results")
+
+    def mean(results: str, cell: str, algorithm: str) -> float:
+        row = cells(results, cell)[2:]
+        return float(dict(zip(TRIALS, row, strict=False))[algorithm].split()[0])
+
+    def leads(data: str) -> list[float]:
+        rows = [f"{data}, {labels}" for labels in ("1 label", "2 labels", "3 labels")]
+        return [mean("budgets", r, "server_muon") - mean("budgets", r, "misa") for r in rows]
+
+    one, two, three = leads("CIFAR-10")
+    assert f"ahead on CIFAR-10 with one and two labels by up to {max(one, two):.1f} points" in text
+    assert min(one, two) > 0
+    assert f"behind on CIFAR-10 with three labels by {-three:.1f}" in text
+    assert f"on Fashion-MNIST by up to {max(leads('Fashion-MNIST')):.1f}," in text
+    behind = sorted(-lead for lead in leads("MNIST"))
+    assert f"on MNIST by {behind[0]:.1f} to {behind[-1]:.1f} and on Adult" in text
+    digits = [f"digits, {labels}" for labels in ("1 label", "2 labels", "3 labels")]
+    gaps = [mean("budgets_digits", d, "fedavg") - mean("budgets_digits", d, "sisa") for d in digits]
+    assert f"SISA is last, {min(gaps):.0f} to {max(gaps):.0f} points behind FedAvg." in text
+    few = {name: mean("budgets_few_rounds", "MNIST, 1 label", name) for name in TRIALS}
+    order = sorted(few, key=few.__getitem__, reverse=True)
+    assert order[:5] == ["misa_local", "misa", "fedmuon", "server_muon", "fedadam"]
+    assert few["fedadam"] - max(few[name] for name in order[5:]) > 5  # the others do not keep up
+    assert "FedAvg, FedAvgM, Scaffold, FedDyn and SISA do not keep up" in text
