@@ -502,7 +502,8 @@ def test_file_from_the_middle_of_a_round(checkpoints: Checkpoints, name: str) ->
 def killed(folder: Path, where: str) -> Any:
     going = Run(Layout("plain", replicas=2), SISA).train(0, 2)
     save(folder, going.model, going.opt, {"number": 1})
-    (folder / "notes.txt").touch()
+    notes = folder / "notes.txt"
+    notes.touch()
     reports = [going.report(), going.train(2, 4).report()]
     if distributed.get_rank() == 0:
 
@@ -516,6 +517,9 @@ def killed(folder: Path, where: str) -> Any:
         elif where == "renaming":
             rename = Path.rename
             Path.rename = lambda path, to: kill() if to == folder else rename(path, to)  # type: ignore
+        elif where == "moving":
+            rename = Path.rename
+            Path.rename = lambda path, to: kill() if to == notes else rename(path, to)  # type: ignore
         elif where == "removing":
             shutil.rmtree = kill  # type: ignore[assignment]
     try:
@@ -526,7 +530,8 @@ def killed(folder: Path, where: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("where", "number"), [("data", 1), ("writing", 1), ("renaming", 1), ("removing", 2)]
+    ("where", "number"),
+    [("data", 1), ("writing", 1), ("renaming", 1), ("moving", 2), ("removing", 2)],
 )
 def test_killed_while_saving(where: str, number: int, tmp_path: Path) -> None:
     folder = tmp_path / "step-7"

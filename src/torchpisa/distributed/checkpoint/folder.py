@@ -344,12 +344,17 @@ def _publish(partial: Path, folder: Path) -> None:
     """Move a complete checkpoint to its place."""
     old = _beside(folder, "old")
     if folder.exists():
-        if old.exists():
-            shutil.rmtree(old)
+        _clear(old, folder)  # a run may have been killed below
         folder.rename(old)
     partial.rename(folder)
+    _clear(old, folder)
+
+
+def _clear(old: Path, folder: Path) -> None:
+    """Remove the checkpoint at `old`, if any, but keep other files in `folder`."""
     if old.exists():
         for entry in old.iterdir():
-            if entry.name != METADATA and entry.suffix != ".distcp":
+            own = entry.name == METADATA or entry.suffix == ".distcp"
+            if not own and not (folder / entry.name).exists():
                 entry.rename(folder / entry.name)
         shutil.rmtree(old)
