@@ -1,6 +1,8 @@
 """Accelerate: windows are rounds, states are saved in the middle of one."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,6 +237,15 @@ def test_unfreezing_between_windows():
     made = make(expected.parameters())
     halves(expected, lambda part: plain(lambda _: made, part, net=expected))
     assert_equal(net, expected)
+
+
+def test_free_memory_frees_the_model():
+    accelerator, _, net, *_ = prepare(OPTIMIZERS["sisa-paper"], model(), micro_batches())
+    left = weakref.ref(net)
+    del net, _
+    accelerator.free_memory()
+    gc.collect()
+    assert left() is None
 
 
 def test_other_windows_are_refused():

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._wrapped: list[nn.Module] = []  # models as the training loop calls them
+        # Models as the training loop calls them; `free_memory` is to free them.
+        self._wrapped: WeakSet[nn.Module] = WeakSet()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers."""
@@ -53,7 +55,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model."""
         prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
-        self._wrapped.append(prepared)
+        self._wrapped.add(prepared)
         return prepared
 
     def prepare_optimizer(
