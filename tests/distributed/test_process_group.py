@@ -299,6 +299,29 @@ def test_parameters_without_gradients() -> None:
     assert difference(results, expected) <= 1e-12
 
 
+def thawed(spread: bool) -> Any:
+    """The first layer is trained from step 2 on, in which node 1 has no part."""
+    model = network()
+    model[0].requires_grad_(False)
+    nodes = here() if spread else [0, 1]
+    make = together(SISA, nodes) if spread else lambda p: SISA(p, **settings(SISA, nodes))
+    opt = make(model.parameters())
+    for step in range(4):
+        model[0].requires_grad_(step >= 2)
+        for node in nodes:
+            opt.zero_grad()
+            if (step, node) == (2, 1):
+                opt.skip()
+            else:
+                backward(model, node, step, torch.float64)
+                opt.step()
+    return weights(model)
+
+
+def test_parameters_frozen_until_late() -> None:
+    assert difference(run(thawed, 2, spread=True), thawed(spread=False)) <= 1e-12
+
+
 # Batches that are left out
 
 

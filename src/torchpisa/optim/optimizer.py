@@ -249,11 +249,11 @@ class RoundOptimizer(Optimizer):
             group: its group.
 
         Returns:
-            Of a sharded parameter the local part; None without state and gradient.
+            Of a sharded parameter the local part; None if it has no state and gets none now.
         """
         state = self.state.get(param)
         if not state or self._dual_key not in state:
-            if grad is None:
+            if not self._joins_now(param, grad):
                 return None
             self.init_state([param], group)
             state = self.state[param]
@@ -272,6 +272,10 @@ class RoundOptimizer(Optimizer):
         if type(param) in PLAIN_TYPES:
             return Member(param, grad, state)
         return self._local_part(Member(param, grad, state), group)
+
+    def _joins_now(self, param: Tensor, grad: Tensor | None) -> bool:
+        """Return whether a parameter without state gets it now."""
+        return grad is not None
 
     def _local_part(self, member: Member, group: Group) -> Member:
         """Return the part of a sharded parameter that this process holds."""

@@ -384,6 +384,11 @@ class PISA(RoundOptimizer):
             members.append(part_members)
         return members
 
+    def _joins_now(self, param: Tensor, grad: Tensor | None) -> bool:
+        # One that was frozen until now may have a gradient on some ranks only, but all must send
+        # contributions to the same parameters.
+        return grad is not None or (self.peers is not None and param.requires_grad)
+
     def _local_part(self, member: Member, group: Group) -> Member:
         preconditioner = self._part_of(member.param, group).preconditioner
         if not dispatch.steps_local_parts(group, preconditioner):
