@@ -479,6 +479,14 @@ def refused(case: str) -> str:
             parallel = DistributedDataParallel(model)
             backward(parallel, rank, 0, torch.float64)
             opt.step()
+        elif case == "DDP added later":
+            opt = SISA(model[0].parameters(), process_group=world)
+            backward(model, rank, 0, torch.float64)
+            opt.step()
+            head = DistributedDataParallel(model[2:])
+            opt.add_param_group({"params": list(head.parameters())})
+            backward(nn.Sequential(model[:2], head), rank, 0, torch.float64)
+            opt.step()
         else:
             raise AssertionError(case)
     except (ValueError, TypeError) as error:
@@ -499,6 +507,7 @@ REFUSED = [
     ("pickle", r"TypeError: an optimizer with a process_group cannot be copied or pickled"),
     ("state", r"state_dict must be that of one of 2 ranks, got one of 1: use torchpisa.dist"),
     ("plain DDP", r"averages them: call torchpisa.distributed.attach\(optimizer, model\)"),
+    ("DDP added later", r"averages them: call torchpisa.distributed.attach\(optimizer, model\)"),
 ]
 
 

@@ -179,6 +179,7 @@ class Ranks:
 
     def add_params(self, params: Sequence[Tensor]) -> None:
         """Check that all ranks add the same parameters, and copy the values of the first rank."""
+        self._saw_no_averages = False
         self._refuse_shards(params)
         self.agree("the number of parameters", len(params))
         kinds = self.gather([_kind(param) for param in params])
