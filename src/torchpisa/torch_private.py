@@ -10,12 +10,17 @@ from torch._compile import _disable_dynamo as disable_dynamo
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["cpu_multiplies_bfloat16", "ddp_hooks", "disable_dynamo", "loss_scale"]
+__all__ = ["cpu_multiplies_bfloat16", "ddp_hooks", "disable_dynamo", "is_flattened", "loss_scale"]
 
 
 def ddp_hooks(model: "DistributedDataParallel") -> list[Callable[..., Any]]:
     """Return the communication hooks of a model."""
     return [hook for hook, _ in model._comm_hooks]
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Return whether a parameter is part of a FullyShardedDataParallel model (not fully_shard)."""
+    return getattr(param, "_fsdp_flattened", False)
 
 
 def loss_scale(scaler: torch.amp.GradScaler) -> Tensor | None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.distributed.problem import (
     alone,
@@ -172,6 +172,34 @@ def test_unknown_preconditioners_see_whole_parameters() -> None:
     assert difference(run(unknown_preconditioner, 2), weights(model)) <= 1e-12
 
 
+# Parameters of one group that are sharded, copied and plain, as with tensor parallelism
+
+
+def mixed(spread: bool) -> list[torch.Tensor]:
+    grid = init_device_mesh("cpu", (2,)) if spread else None
+    layouts = [None, [Shard(0)], [Shard(1)], [Replicate()], [Shard(0)], None]
+
+    def part(tensor: torch.Tensor, number: int) -> torch.Tensor:
+        layout = layouts[number]
+        return distribute_tensor(tensor, grid, layout) if spread and layout else tensor.clone()
+
+    params = [nn.Parameter(part(w, i)) for i, w in enumerate(weights(network()))]
+    opt = SISA(params, sigma=2.0, rho=10.0, clip=0.3, nonfinite="skip")
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for number, param in enumerate(params):
+            grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            if step == 2 and number == 1:
+                grad[-1] = math.nan  # in the shard of the last process only
+            param.grad = part(grad, number)
+        opt.step()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in params]
+
+
+def test_mixed_layouts_equal_one_process() -> None:
+    assert difference(run(mixed, 2, True), mixed(False)) <= 1e-12
+
+
 # Batches that are left out
 
 
@@ -242,6 +270,9 @@ def refused(case: str) -> str:
         elif case == "twice":
             grid = mesh(2)
             shard(model, grid, mesh=grid)
+        elif case == "FSDP1":
+            flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+            SISA(flat.parameters(), process_group=distributed.group.WORLD)
         else:
             raise AssertionError(case)
     except (ValueError, TypeError) as error:
@@ -255,6 +286,7 @@ REFUSED = [
     ("two dimensions", r"mesh of one dimension, got one of 2: .*mesh\['replicate'\]"),
     ("one dimension", r"mesh must be a DeviceMesh of two named dimensions, replicas and shar"),
     ("twice", r"got multiple values for"),
+    ("FSDP1", r"process_group must be None for parameters in FullyShardedDataParallel, which"),
 ]
 
 

@@ -26,7 +26,7 @@ from torchpisa.kernels.dispatch import Plans
 from torchpisa.kernels.job import Member, real
 from torchpisa.optim import arguments
 from torchpisa.optim.round import Part, Round, Totals, clear_arrived, consensus, contribute_missing
-from torchpisa.torch_private import ddp_hooks
+from torchpisa.torch_private import ddp_hooks, is_flattened
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -360,6 +360,13 @@ class Ranks:
     def _refuse_shards(self, params: Sequence[Tensor]) -> None:
         """Raise ValueError if ranks of this group hold shards of the same replica."""
         for param in params:
+            if is_flattened(param):
+                raise ValueError(
+                    "process_group must be None for parameters in FullyShardedDataParallel, which "
+                    "cannot be told from copies of one replica: use torch's fully_shard, by "
+                    "torchpisa.distributed.shard(model, mesh), and the mesh of replicas that it "
+                    "returns as process_group"
+                )
             if is_sharded(param):
                 ranks = param.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
                 if self._shares_ranks(ranks):

@@ -67,8 +67,11 @@ def examine(
     # The processes that hold parts of one gradient must decide alike.
     over: list[ProcessGroup] = []
     for part_members in members:
-        if part_members and not over and type(part_members[0].origin) not in PLAIN_TYPES:
-            over = dtensor.mesh_groups([member.origin for member in part_members])
+        sharded = (
+            m for m in part_members if m.whole is not None or type(m.param) not in PLAIN_TYPES
+        )
+        if not over and (first := next(sharded, None)) is not None:
+            over = dtensor.mesh_groups([first.origin])
     searching = False
     deferred, unchecked = [], []
     for part_members, kernel in zip(members, kernels, strict=True):
