@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import math
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -197,6 +199,36 @@ def test_gradients_stay_those_of_a_rank() -> None:
     assert max(run(gradients, 2)) <= 1e-14
 
 
+def wrapped_again(options: dict[str, Any]) -> Any:
+    """Weights of a model that is wrapped again before it is trained, and what outlives it."""
+    model = network()
+    opt = together(SISA, here())(model.parameters())
+    models = []
+    for _ in range(2):
+        models.append(DistributedDataParallel(model, **options, **SMALL))
+        attach(opt, models[-1])
+    for step in range(4):
+        opt.zero_grad()
+        backward(models[-1], here()[0], step, torch.float64)
+        opt.step()
+    found, left = weights(model), [weakref.ref(each) for each in (model, opt, *models)]
+    del model, opt, models
+    gc.collect()
+    return found, [each() for each in left]
+
+
+def wrapped_again_in_all_ways() -> list[Any]:
+    return [wrapped_again(options) for options in ({}, {"find_unused_parameters": True})]
+
+
+def test_models_may_be_wrapped_again_and_are_freed() -> None:
+    expected = alone(SISA, 2, 4)
+    for of_rank in run(wrapped_again_in_all_ways, 2):
+        for found, left in of_rank:
+            assert difference([found], expected) <= 1e-12
+            assert left == [None] * 4
+
+
 def order_of_events() -> list[str]:
     model = network()
     opt = together(SISA, here())(model.parameters())
@@ -364,6 +396,16 @@ def refused(case: str) -> str:
         elif case == "skip":
             attach(opt, parallel)
             opt.skip()
+        elif case == "late skip":
+            attach(opt, parallel)
+            backward(parallel, rank, 0, torch.float64)
+            opt.skip()
+        elif case == "several":
+            attach(opt, DistributedDataParallel(model[:2]))
+            attach(opt, DistributedDataParallel(model[2:]))
+        elif case == "attached":
+            attach(opt, parallel)
+            attach(SISA(model.parameters(), process_group=world), parallel)
         elif case == "no_sync":
             attach(opt, parallel)
             with parallel.no_sync():
@@ -387,6 +429,9 @@ REFUSED = [
     ("no backward", r"RuntimeError: no gradients are on their way"),
     ("no_sync", r"RuntimeError: no gradients are on their way.*not under no_sync"),
     ("skip", r"RuntimeError: no gradients are on their way.*skip\(\) cannot take its place"),
+    ("late skip", r"RuntimeError: skip\(\) is too late for this batch"),
+    ("several", r"optimizer must not be attached to several models: put them into one module"),
+    ("attached", r"model must not have a communication hook yet"),
 ]
 if torch.__version__ < "2.7":  # groups are always in the order of their ranks there
     REFUSED = [each for each in REFUSED if each[0] != "other group"]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from torchpisa.distributed.process_group import Ranks
+from torchpisa.distributed.process_group import ATTACHED, Ranks
 from torchpisa.optim.pisa import PISA
-from torchpisa.torch_private import loss_scale
+from torchpisa.torch_private import ddp_hooks, loss_scale
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -83,9 +83,21 @@ def attach(
                 f"optimizer must have all parameters of the model that are trained, but not {name}:"
                 " nobody would average its gradient"
             )
+    if ddp_hooks(model):
+        raise ValueError(
+            "model must not have a communication hook yet, such as that of an optimizer that was "
+            "attached before: wrap its module in DistributedDataParallel anew"
+        )
+    earlier = ranks.attached
+    if isinstance(earlier, _Hook) and not earlier.is_for_part_of(model):
+        raise ValueError(
+            "optimizer must not be attached to several models: put them into one module and wrap "
+            "that in DistributedDataParallel, or give each model an optimizer of its own"
+        )
     hook = _Hook(optimizer, ranks, model, scaler)
     model.register_comm_hook(None, lambda _, bucket: hook.on_bucket(bucket))
     ranks.attached = hook
+    ATTACHED.add(model)
     for name in ("join", "join_hook"):  # called by `model.join()` and `Join([model])`
         setattr(model, name, _refuse_join)
 
@@ -97,6 +109,9 @@ class _Hook:
     gradients arrived in the first backward pass, because DistributedDataParallel changes its
     buckets after that pass: sums depend on the order of their terms, so a resumed run would differ
     in its last bits.
+
+    Nothing here refers to the model, and hooks of parameters do not refer to this one: the garbage
+    collector does not see what torch calls during a backward pass, and would never free any of it.
     """
 
     def __init__(
@@ -106,7 +121,6 @@ class _Hook:
         model: "DistributedDataParallel",
         scaler: "torch.amp.GradScaler | None",
     ) -> None:
-        self.model = model
         self._optimizer = optimizer
         self._ranks = ranks
         self._scaler = scaler
@@ -114,15 +128,26 @@ class _Hook:
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._order: dict[int, None] = {}
         self._buckets: list[list[Tensor]] | None = None
+        self._bucket_bytes = model.bucket_bytes_cap
         self._ready: set[int] = set()
         self._sent_count = 0
         # Buckets hold zeros for unused parameters, so we track which parameters got a gradient.
         self._tracks_gradients = bool(model.find_unused_parameters or model.static_graph)
         self._with_gradient: set[int] = set()
+        with_gradient, order = self._with_gradient, self._order
+
+        def on_gradient(param: Tensor) -> None:
+            with_gradient.add(id(param))
+            order[id(param)] = None
+
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
             for param in self._params
         ]
+
+    def is_for_part_of(self, model: "DistributedDataParallel") -> bool:
+        """Return whether a model has all parameters of this hook's, as when wrapped anew."""
+        return {*map(id, self._params)} <= {*map(id, model.parameters())}
 
     def on_bucket(self, bucket: "GradBucket") -> torch.futures.Future[Tensor]:
         """Step the parameters of a bucket and send complete buckets; leave gradients unchanged."""
@@ -177,7 +202,7 @@ class _Hook:
         order = [number[key] for key in self._order]
         order += [index for index in reversed(range(len(self._params))) if index not in order]
         params = [self._params[index] for index in self._ranks.gather(order)[0]]
-        self._buckets = _in_buckets(params, self.model.bucket_bytes_cap)
+        self._buckets = _in_buckets(params, self._bucket_bytes)
         if not self._tracks_gradients:
             for handle in self._handles:
                 handle.remove()
@@ -188,10 +213,6 @@ class _Hook:
         if optimizer.last_slot is None or optimizer.param_groups[0]["clip"] is not None:
             return False
         return not any(part.preconditioner.joint for part in optimizer.parts())
-
-    def _on_gradient(self, param: Tensor) -> None:
-        self._with_gradient.add(id(param))
-        self._order[id(param)] = None
 
     def _has_gradient(self, param: Tensor) -> bool:
         return not self._tracks_gradients or id(param) in self._with_gradient

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -32,9 +33,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Attached", "Lockstep", "Ranks", "group_of", "join", "on_device"]
+__all__ = ["ATTACHED", "Attached", "Lockstep", "Ranks", "group_of", "join", "on_device"]
 
 T = TypeVar("T")
+
+# Models with an attached optimizer, which leaves their gradients alone.
+ATTACHED: WeakSet[torch.nn.Module] = WeakSet()
 
 # Size of the buckets that cross the network, DistributedDataParallel's default.
 BUCKET_BYTES = 25 * 2**20
@@ -95,10 +99,6 @@ class _Sent:
 
 class Attached(Protocol):
     """A model whose backward pass steps parameters bucket by bucket."""
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model."""
 
     def before_step(self, slot: int) -> None:
         """Finish what the backward pass began; raise RuntimeError if it did not run."""
@@ -384,10 +384,9 @@ class Ranks:
 
         if self._saw_no_averages:  # the search for models is slow, so it runs once
             return
-        attached = None if self.attached is None else self.attached.model
         wanted = {id(param) for param in params}
         for model in _data_parallel_models():
-            if model is attached or _leaves_gradients(model):
+            if model in ATTACHED or _leaves_gradients(model):
                 continue
             if not self._shares_ranks(distributed.get_process_group_ranks(model.process_group)):
                 continue

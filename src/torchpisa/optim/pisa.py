@@ -395,6 +395,26 @@ class PISA(RoundOptimizer):
             return member
         return super()._local_part(member, group)
 
+    def skip(self, *, batch: int | None = None) -> None:
+        """Mark a batch as absent from this round, and use its slot.
+
+        It contributes its dual, as if its gradient were the average of its past gradients.
+
+        Args:
+            batch: slot, from 0. By default the first one that is free in this round.
+
+        Raises:
+            ValueError: the slot does not exist or was used in this round.
+            RuntimeError: a model with `torchpisa.distributed.attach` has taken the batch already.
+        """
+        if self.peers is not None and self.peers.step_begun:
+            raise RuntimeError(
+                "skip() is too late for this batch: the backward pass of the attached model has "
+                "used its gradients and sent them on. Call step(); nonfinite='skip' leaves "
+                "batches out whose gradients are not finite"
+            )
+        super().skip(batch=batch)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
         if self.peers is not None:
