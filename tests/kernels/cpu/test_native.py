@@ -11,6 +11,7 @@ from torch import nn
 from tests.kernels.given import SISA
 from tests.kernels.test_foreach import SHAPES, pisa, sisa
 from tests.kernels.test_foreach import common as any_settings
+from torchpisa import NSISA
 from torchpisa.kernels.cpu import native
 from torchpisa.kernels.loop import Loop
 
@@ -117,3 +118,17 @@ def test_tensor_subclasses_take_the_plain_loop(elements, monkeypatch):
     assert calls == [1]
     with pytest.raises(ValueError, match="fused=True is not possible: a parameter is a"):
         SISA([p], sigma=0.5, rho=1e3, fused=True)
+
+
+@needs_compiler
+def test_what_nsisa_does_not_orthogonalise_needs_no_sigma():
+    """With fused=True too: there `foreach` steps it, since its sigma follows the gradients."""
+    ends = []
+    for fused in (False, True):
+        p = nn.Parameter(torch.arange(1.0, 5.0))
+        opt = NSISA([p], fused=fused)
+        for _ in range(3):
+            p.grad = p.detach().clone()
+            opt.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)

@@ -82,9 +82,10 @@ class Native:
     slower: ClassVar[Kernel | None] = FOREACH
 
     def supports(self, job: LocalJob) -> bool:
-        """Return whether all numbers of a job are on the host."""
-        numbers = (job.sigma, job.rho)
-        return job.keep is None and not any(isinstance(number, Tensor) for number in numbers)
+        """Return whether sigma is given and all numbers of a job are on the host."""
+        if job.keep is not None or job.sigma is None:
+            return False
+        return not any(isinstance(number, Tensor) for number in (job.sigma, job.rho))
 
     @torch.no_grad()
     def local_step(self, job: LocalJob) -> None:
