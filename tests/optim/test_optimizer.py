@@ -488,9 +488,18 @@ def test_numpy_numbers_become_plain_floats(tmp_path):
     opt.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
 
 
+def test_groups_that_share_a_learning_rate_share_it_after_loading():
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = SISA([{"params": [a]}, {"params": [b]}], lr=torch.tensor(0.01))
+    opt.load_state_dict(opt.state_dict())
+    first, second = opt.param_groups
+    assert first["lr"] is second["lr"]
+
+
 def test_distributed_checkpoint_state_dict():
     """torch's own helpers for checkpoints find the state, and give it back."""
     from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
         get_optimizer_state_dict,
         set_optimizer_state_dict,
     )
@@ -504,3 +513,7 @@ def test_distributed_checkpoint_state_dict():
     train(model, a, 5, start=5)
     train(other, b, 5, start=5)
     assert torch.equal(weights(model), weights(other))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, a, options=options)
+    with pytest.raises(ValueError, match=r"iteration must be there; .* flatten_optimizer_state"):
+        set_optimizer_state_dict(other, b, flat, options=options)

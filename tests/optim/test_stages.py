@@ -194,6 +194,20 @@ def test_goes_on_bit_for_bit_in_the_middle_of_a_round(
         assert torch.equal(param, resumed)
 
 
+@over_stages
+def test_state_keeps_its_dtypes_in_a_model_of_another(stage: Stage) -> None:
+    params = parameters()
+    opt = MISA(params, before=stage)
+    train(opt, params, 0, 3)
+    dtypes = {key: value.dtype for key, value in opt.state[params[0]].items()}
+    for param in params:
+        param.data = param.data.double()
+        param.grad = None
+    opt.load_state_dict(opt.state_dict())
+    assert {key: value.dtype for key, value in opt.state[params[0]].items()} == dtypes
+    train(opt, params, 3, 4)
+
+
 def test_a_state_of_another_stage_is_refused() -> None:
     params = parameters()
     opt = MISA(params, before=Whiten())

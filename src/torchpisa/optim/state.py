@@ -18,7 +18,7 @@ from torchpisa.optim import arguments
 from torchpisa.optim.round import PROGRESS, Group, Round
 from torchpisa.preconditioners import Preconditioner
 from torchpisa.preconditioners.consensus import Stage
-from torchpisa.state_keys import split_key, state_key
+from torchpisa.state_keys import SlotKeys, split_key, state_key
 
 if TYPE_CHECKING:
     from torchpisa.optim.optimizer import RoundOptimizer
@@ -28,6 +28,8 @@ __all__ = ["Loaded", "packed", "unpacked"]
 # Legal dtypes of state; others would load and then fail in a step.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+# State that kernels compute with together, and expect in one dtype.
+_OF_ONE_DTYPE = frozenset({*SlotKeys._fields, "rows"})
 
 State = dict[str, Any]
 
@@ -77,8 +79,9 @@ def unpacked(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}: make "
             "the optimizer as the saved one was made (torchpisa.create makes groups of its own)"
         )
+    copied: dict[int, Any] = {}
     pairs = [
-        (saved, _taken_over(saved, current, number, optimizer.defaults, check_group))
+        (saved, _taken_over(saved, current, number, optimizer.defaults, check_group, copied))
         for number, (saved, current) in enumerate(zip(saved_groups, groups, strict=True))
     ]
     new_groups = [group for _, group in pairs]
@@ -136,9 +139,23 @@ def _shown(value: object) -> str:
 
 
 def _taken_over(
-    saved: Any, current: Group, number: int, defaults: Group, check_group: Callable[[Group], None]
+    saved: Any,
+    current: Group,
+    number: int,
+    defaults: Group,
+    check_group: Callable[[Group], None],
+    copied: dict[int, Any],
 ) -> Group:
-    """Return a group with the saved settings; what is code stays as `current` has it."""
+    """Return a group with the saved settings; what is code stays as `current` has it.
+
+    Args:
+        saved: the saved group.
+        current: the optimizer's own group.
+        number: its index.
+        defaults: the optimizer's defaults.
+        check_group: raises if the settings of a group are wrong.
+        copied: the memory of `copy.deepcopy`: groups that share a tensor, as lr, share its copy.
+    """
     if type(saved["batches"]) is not int or saved["batches"] != current["batches"]:
         raise ValueError(
             f"state_dict must be for batches={current['batches']}, got batches="
@@ -168,7 +185,7 @@ def _taken_over(
         )
     with _naming(f"param_groups[{number}]"):
         settings = {name: value for name, value in saved.items() if name != "params"}
-        settings = arguments.normalized(copy.deepcopy(settings), defaults)
+        settings = arguments.normalized(copy.deepcopy(settings, copied), defaults)
         for name, value in settings.items():
             if not isinstance(name, str):
                 raise ValueError(f"names of settings must be strings, got {name!r}")
@@ -210,7 +227,9 @@ def _check_progress(group: Group) -> None:
     batches = group["batches"]
     for name in ("iteration", "visited", "present"):
         if name not in group:
-            raise ValueError(f"{name} must be there")
+            raise ValueError(
+                f"{name} must be there; torch leaves it out with flatten_optimizer_state_dict=True"
+            )
     _check_bits("iteration", group["iteration"], math.inf)
     # A round whose last slot has been used is over, and its bits are zero again.
     _check_bits("visited", group["visited"], (1 << batches) - 2)
@@ -281,7 +300,8 @@ def _checked_state(held: State, initial: State, group: Group, key: object) -> St
             loaded[name] = _counter(value, like, where)
         else:
             _check_tensor(value, like, where, name, key)
-            if name != "pending" and dtypes.setdefault(like.dtype, value.dtype) != value.dtype:
+            together = split_key(name)[0] in _OF_ONE_DTYPE
+            if together and dtypes.setdefault(like.dtype, value.dtype) != value.dtype:
                 raise ValueError(
                     f"state_dict must have one dtype for the state of parameter {key}, got "
                     f"{value.dtype} for {name} and {dtypes[like.dtype]} before"
