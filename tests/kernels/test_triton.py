@@ -189,6 +189,20 @@ def test_dtypes_of_parameters_gradients_and_state(dtype, grad_dtype):
     assert (ends[0] - ends[1]).norm() <= 5e-3 * ends[0].norm()
 
 
+@pytest.mark.parametrize("cls", [torchpisa.SISA, SISA, torchpisa.MISA])
+def test_clipping_beside_a_group_of_float64(cls):
+    """The factor is float64 then; the kernels go on in float32, and write bfloat16."""
+    ends = []
+    for foreach in (False, None):
+        params = [*parameters([(3, 4)], torch.bfloat16), *parameters([(5,)], torch.float64)]
+        opt = cls([{"params": [p]} for p in params], clip=0.1, foreach=foreach)
+        for k in range(3):
+            give_gradients(params, k)
+            opt.step()
+        ends.append(flat(params))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-2, atol=1e-2)
+
+
 def test_gradients_laid_out_in_another_way():
     """Expanded, transposed and channels-last gradients; they are not written to."""
     ends = []

@@ -109,7 +109,7 @@ def _measure_residual(
         largest,
         squares,
         _on_device_of(grad_scale, launch),
-        _on_device_of(clip_scale, launch),
+        _factor(clip_scale, launch),
         weight_decay,
         MAXIMIZE=maximize,
         DECAYS=weight_decay != 0,
@@ -206,9 +206,8 @@ def _move_matrices(job: ConsensusJob, launch: Launch, lr: Scalar, on_device: boo
 
 
 def _misa_scales(job: ConsensusJob, launch: Launch) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scale of the gradients and the factor on r, on the device of the launch."""
-    clip = _on_device_of(job.clip_scale, launch)
-    return _on_device_of(job.grad_scale, launch), None if clip is None else clip.to(torch.float32)
+    """Return the scale of the gradients and the factor on r."""
+    return _on_device_of(job.grad_scale, launch), _factor(job.clip_scale, launch)
 
 
 def _elementwise_step(job: LocalJob, launch: Launch) -> None:
@@ -228,7 +227,7 @@ def _elementwise_step(job: LocalJob, launch: Launch) -> None:
         launch.nonfinite,
         keep,
         _on_device_of(job.grad_scale, launch),
-        _on_device_of(job.clip_scale, launch),
+        _factor(job.clip_scale, launch),
         _seed(job.stochastic_rounding, launch),
         *numbers,
         job.weight,
@@ -352,6 +351,11 @@ def _numbers(launch: Launch, *values: Scalar) -> tuple[list[Scalar], bool]:
 
 def _on_device_of(number: Tensor | None, launch: Launch) -> Tensor | None:
     return None if number is None else number.to(launch.kind.device)
+
+
+def _factor(clip_scale: Tensor | None, launch: Launch) -> Tensor | None:
+    """Return the factor on r in float32; beside float64 parameters it is float64."""
+    return None if clip_scale is None else clip_scale.to(launch.kind.device, torch.float32)
 
 
 def _seed(stochastic: bool, launch: Launch) -> Tensor | None:
