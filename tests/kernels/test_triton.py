@@ -189,6 +189,16 @@ def test_dtypes_of_parameters_gradients_and_state(dtype, grad_dtype):
     assert (ends[0] - ends[1]).norm() <= 5e-3 * ends[0].norm()
 
 
+@pytest.mark.parametrize("cls", [torchpisa.SISA, NSISA, torchpisa.MISA])
+def test_the_default_device_does_not_matter(cls):
+    params = parameters([(3, 4), (5,)])
+    opt = cls(params)
+    give_gradients(params, 0)
+    with torch.device("meta"):
+        opt.step()
+    assert all(p.isfinite().all() for p in params)
+
+
 @pytest.mark.parametrize("cls", [torchpisa.SISA, SISA, torchpisa.MISA])
 def test_clipping_beside_a_group_of_float64(cls):
     """The factor is float64 then; the kernels go on in float32, and write bfloat16."""

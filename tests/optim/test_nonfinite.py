@@ -56,6 +56,15 @@ def test_counts_as_zero_and_is_reported_by_the_next_step(entry, clip, value):
     opt.flush()
 
 
+def test_the_default_device_does_not_matter():
+    model, opt = setup(ENTRIES[0])
+    for k in range(2):
+        give_gradients(model, k)
+        with torch.device("meta"):
+            opt.step()
+    assert finite(model, opt)
+
+
 def test_groups_of_several_dtypes():
     params = [nn.Parameter(torch.ones(2, 2, dtype=d)) for d in (torch.float32, torch.float64)]
     for opt in (MISA(params, foreach=True), SISA(params, foreach=True)):

@@ -180,7 +180,7 @@ class _Flags:
     @classmethod
     def make(cls, params: Sequence[Tensor], device: torch.device) -> "_Flags":
         nonfinite = torch.zeros(len(params), dtype=torch.float32, device=device)
-        seen = torch.zeros(len(params), dtype=torch.float32)
+        seen = torch.zeros(len(params), dtype=torch.float32, device="cpu")
         by_param = dict(zip(map(id, params), nonfinite.unbind(), strict=True))
         pinned = seen.pin_memory() if device.type == "cuda" else seen
         return cls(list(params), nonfinite, pinned, by_param)

@@ -126,8 +126,10 @@ def _launch(
     matrices: Matrices | None,
     captured: list[Tensor],
 ) -> Launch:
-    counts = torch.tensor([-(-rows[number][SIZE] // BLOCK) for number in order])
-    first_block = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    # Not on the default device, which may be a GPU.
+    cpu = torch.device("cpu")
+    counts = torch.tensor([-(-rows[number][SIZE] // BLOCK) for number in order], device=cpu)
+    first_block = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     def send(values: object, dtype: torch.dtype) -> Tensor:
         host = _pinned(values, dtype, kind.device)
@@ -146,7 +148,7 @@ def _launch(
         members=order,
         blocks=int(first_block[-1]),
         table=send(values, torch.int64),
-        tensor_of=send(torch.arange(len(order)).repeat_interleave(counts), torch.int32),
+        tensor_of=send(torch.arange(len(order), device=cpu).repeat_interleave(counts), torch.int32),
         first_block=send(first_block, torch.int32),
         nonfinite=torch.zeros(len(order), dtype=torch.int32, device=kind.device),
         seen=_pinned([0] * len(order), torch.int32, kind.device),
@@ -173,5 +175,5 @@ def _aligned(values: Sequence[Sequence[int]]) -> bool:
 
 
 def _pinned(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    host = torch.as_tensor(values, dtype=dtype)
+    host = torch.as_tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host
