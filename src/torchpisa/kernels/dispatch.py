@@ -12,6 +12,7 @@ DTensor, because it may need all of it: right, but slow.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -35,6 +36,7 @@ from torchpisa.preconditioners import Preconditioner
 
 __all__ = [
     "Plans",
+    "by_layout",
     "check_fused",
     "check_fused_misa",
     "for_consensus",
@@ -98,6 +100,28 @@ def supporting(kernel: Kernel, job: LocalJob) -> Kernel:
         assert kernel.slower is not None
         kernel = kernel.slower
     return kernel
+
+
+def by_layout(kernel: Kernel, job: LocalJob) -> list[tuple[Kernel, LocalJob]]:
+    """Return a job and its kernel, divided where members differ in how they are sharded.
+
+    A norm over sharded parameters is summed over the processes that share them, which are others
+    for other layouts.
+    """
+    wholes = [member.whole for member in job.members]
+    if wholes.count(None) == len(wholes):
+        return [(kernel, job)]
+    jobs: dict[Hashable, LocalJob] = {}
+    for member in job.members:
+        whole: Any = member.whole
+        layout = None if whole is None else (whole.placements, whole.device_mesh)
+        if job.search and member.grad is not None:  # the fused kernel would leave these entries out
+            member = member._replace(grad=member.grad.nan_to_num(0.0, 0.0, 0.0))
+        jobs.setdefault(layout, replace(job, members=[], flags=None)).members.append(member)
+    if len(jobs) == 1:
+        return [(kernel, job)]
+    # The plan of a fused kernel is for all members together.
+    return [(FOREACH, each) for each in jobs.values()]
 
 
 def for_missed_batch(settings: Mapping[str, Any], members: Sequence[Member]) -> Kernel:

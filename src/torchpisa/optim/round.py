@@ -5,8 +5,8 @@ loaded on other ranks (`distributed/checkpoint/remap.py`) all close rounds by th
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.checks import check_range
 from torchpisa.kernels import dispatch
-from torchpisa.kernels.foreach import FOREACH, knows
+from torchpisa.kernels.foreach import knows
 from torchpisa.kernels.job import Consensus, Kernel, LocalJob, Member, Rows, sigma_of
 from torchpisa.kernels.loop import add_dual
 from torchpisa.optim import arguments
@@ -290,14 +290,14 @@ def clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float)
     for job, kernel in zip(jobs, kernels, strict=True):
         if not job.preconditioner.clips:
             continue
-        for of_layout, its_kernel in _by_layout(job, kernel):
-            norms = dispatch.supporting(its_kernel, of_layout).residual_norm(of_layout)
+        for its_kernel, its_job in dispatch.by_layout(kernel, job):
+            norms = dispatch.supporting(its_kernel, its_job).residual_norm(its_job)
             if not norms:
                 continue
             dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
             home = norms[0].device
             square = torch.stack([norm.to(home, dtype) for norm in norms]).square().sum()
-            whole = of_layout.members[0].whole
+            whole = its_job.members[0].whole
             if whole is not None:
                 from torchpisa.distributed import dtensor
 
@@ -309,24 +309,6 @@ def clip_scale(jobs: Sequence[LocalJob], kernels: Sequence[Kernel], clip: float)
     total = torch.stack([square.to(squares[0].device, dtype) for square in squares]).sum().sqrt()
     scale: Tensor = clip / total
     return scale.clamp(max=1)
-
-
-def _by_layout(job: LocalJob, kernel: Kernel) -> list[tuple[LocalJob, Kernel]]:
-    """Return a job, divided where parameters are sharded in different ways or not at all."""
-    wholes = [member.whole for member in job.members]
-    if wholes.count(None) == len(wholes):
-        return [(job, kernel)]
-    jobs: dict[Hashable, LocalJob] = {}
-    for member in job.members:
-        whole: Any = member.whole
-        layout = None if whole is None else (whole.placements, whole.device_mesh)
-        if job.search and member.grad is not None:
-            member = member._replace(grad=member.grad.nan_to_num(0.0, 0.0, 0.0))
-        jobs.setdefault(layout, replace(job, members=[], flags=None)).members.append(member)
-    if len(jobs) == 1:
-        return [(job, kernel)]
-    # The fused kernel is for all members together; it would leave out what is not finite.
-    return [(each, FOREACH) for each in jobs.values()]
 
 
 def contribute_missing(part: Part, members: list[Member], round: Round) -> None:
