@@ -4,6 +4,8 @@ import copy
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from tests.algorithms.problem import Problem, assert_same, moved, over_paths, over_problems
 from tests.reference import literal
@@ -37,3 +39,14 @@ def test_perturbation_reaches_the_iterates():
         for e in (0.0, 0.5)
     ]
     assert np.abs(ends[0] - ends[1]).max() > 1e-6
+
+
+@over_paths
+def test_perturbation_falls_from_round_to_round(foreach):
+    """It is epsilon^(l+1): a dual that forgets everything leaves nothing else in these steps."""
+    w = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    w.grad = torch.zeros_like(w)
+    opt = NSISA([w], sigma=2.0, rho=1.0, perturbation=0.5, dual_decay=0.0, foreach=foreach)
+    for _ in range(3):
+        opt.step()
+    assert torch.allclose(w, torch.tensor(-2 / 2.0 * (0.5 + 0.25 + 0.125), dtype=w.dtype))

@@ -27,13 +27,14 @@ def test_memory_is_as_promised():
     assert opt.memory().by_name == {"dual": 4 * n, "step": 4}
 
 
-def test_effective_reports_the_momentum_picture():
+@pytest.mark.parametrize("eps", [0.0, 0.25])
+def test_effective_reports_the_momentum_picture(eps):
     p = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    opt = SISA([p], sigma=2.0, rho=4.0, lr=0.5, scheme="rmsprop", beta=0.5)
+    opt = SISA([p], sigma=2.0, rho=4.0, lr=0.5, scheme="rmsprop", beta=0.5, eps=eps)
     assert opt.effective()[0].momentum is None
     p.grad = torch.tensor([1.0, 2.0, 4.0])
     opt.step()
-    q = (0.5 * torch.tensor([1.0, 2.0, 4.0]) ** 2).sqrt()
+    q = (0.5 * torch.tensor([1.0, 2.0, 4.0]) ** 2).sqrt() + eps
     report = opt.effective()[0]
     momentum = 4 * q / (2 + 4 * q)
     assert report.step == 0.25

@@ -43,6 +43,14 @@ def test_estimates_of_networks_exceed_what_is_met(network):
         assert (g - gradient(network, 0, v, sample)).norm() <= r * (w - v).norm()
 
 
+def test_bound_of_a_network_counts_its_weight_decay(network):
+    """The gradient of the L2 term is as long as the weights are, times their decay."""
+    parts, decays = network.batches, {"weight_decay": 0.5, "consensus_decay": 0.1}
+    decayed = Network(network.module, nn.functional.mse_loss, parts, **decays)
+    more = decayed.gradient_bound(0, RADIUS) - network.gradient_bound(0, RADIUS)
+    assert more == pytest.approx(0.48 * RADIUS, rel=1e-9)
+
+
 def test_certificate_of_a_network_proves_nothing(network):
     certificate = certify(network, iterations=15)
     assert certificate.passed

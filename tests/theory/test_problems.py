@@ -65,6 +65,16 @@ def test_spread_of_least_squares_is_that_of_its_worst_pair():
     assert p.gradient_spread(0, RADIUS) == pytest.approx(worst, rel=1e-12)
 
 
+@pytest.mark.parametrize("opposed", [False, True])
+def test_spread_of_logistic_regression_is_between_its_farthest_gradients(opposed):
+    """Gradients are c a with c in [0, 1]: two samples may be farthest apart, or one and zero."""
+    a = torch.tensor([[5.0, 0.0, 0.0], [5.0, 0.1, 0.0]], dtype=torch.float64)
+    b = torch.tensor([1.0, -1.0 if opposed else 1.0], dtype=torch.float64)
+    spread = LogisticRegression([(a, b)], weight_decay=0.1).gradient_spread(0, RADIUS)
+    farthest = (a[0] + a[1]).norm() if opposed else a[1].norm()
+    assert spread == pytest.approx(float(farthest), rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_growth(kind):
     p = problem(kind)
