@@ -222,8 +222,9 @@ class MISA(torch.optim.Optimizer):
             return u
         tall = u.size(0) > u.size(1)
         u, g = (u.mT, g.mT) if tall else (u, g)
+        both = {"eigenbasis": False, "eigenbasis_both": True}
         if group["before"] == "whiten":
             u = whiten(u, g, state, group["round"])
         else:
-            u = eigenbasis(u, g, state, group["round"], group["before"] == "eigenbasis_both")
+            u = eigenbasis(u, g, state, group["round"], both[group["before"]])
         return u.mT if tall else u
