@@ -79,6 +79,9 @@ def unpacked(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}: make "
             "the optimizer as the saved one was made (torchpisa.create makes groups of its own)"
         )
+    if optimizer.batches == 1 and not any(saved.keys() & PROGRESS for saved in saved_groups):
+        progress = Round(_most_steps(saved_state)).packed()
+        saved_groups = [{**saved, **progress} for saved in saved_groups]
     copied: dict[int, Any] = {}
     pairs = [
         (saved, _taken_over(saved, current, number, optimizer.defaults, check_group, copied))
@@ -114,8 +117,24 @@ def unpacked(
     for key in saved_state:
         if key not in seen:
             raise ValueError(f"state_dict must have state of parameters only, got {key!r}")
-    progress = [{name: group.pop(name, None) for name in PROGRESS} for group in new_groups]
-    return Loaded(new_groups, state, Round.unpacked(progress[0]) if progress else Round())
+    rounds = [{name: group.pop(name, None) for name in PROGRESS} for group in new_groups]
+    return Loaded(new_groups, state, Round.unpacked(rounds[0]) if rounds else Round())
+
+
+def _most_steps(state: Mapping[Any, Any]) -> int:
+    """Return the largest step counter: with one batch per round, the number of rounds.
+
+    torch leaves the round out of a state_dict that it has flattened
+    (`flatten_optimizer_state_dict=True`). With one batch no round is open between steps.
+    """
+    name = state_key("step", 0)
+    counters: list[Any] = [
+        entries.get(name, entries.get("step"))
+        for entries in state.values()
+        if isinstance(entries, dict)
+    ]
+    most = max((counter.item() for counter in counters if _is_number(counter)), default=0)
+    return int(most) if math.isfinite(most) else 0  # all are checked later
 
 
 def _checked(state_dict: object) -> Mapping[str, Any]:
@@ -228,7 +247,8 @@ def _check_progress(group: Group) -> None:
     for name in ("iteration", "visited", "present"):
         if name not in group:
             raise ValueError(
-                f"{name} must be there; torch leaves it out with flatten_optimizer_state_dict=True"
+                f"{name} must be there; with flatten_optimizer_state_dict=True torch leaves it "
+                "out, so batches must be 1"
             )
     _check_bits("iteration", group["iteration"], math.inf)
     # A round whose last slot has been used is over, and its bits are zero again.
