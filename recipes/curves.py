@@ -145,7 +145,7 @@ def compose_report(results: Results, parts: Sequence[str], checks: Sequence[Chec
     if checks:
         stated_by = "expected" if results["config"]["limit"] else "the paper"
         parts += ["**Statements**:", checks_table(checks, stated_by)]
-    parts.append(provenance(results, ", several at a time on one device"))
+    parts.append(provenance(results, ", several at a time on a device"))
     return "\n\n".join(parts) + "\n"
 
 
