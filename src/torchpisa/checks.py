@@ -1,14 +1,19 @@
-"""Checks of single arguments. Every message names the argument, its value and what is legal."""
+"""Checks of single arguments. Every message names the argument, its value and what is legal.
+
+Warnings, which `warn` gives, name the line of the user's program.
+"""
 
 import math
 import numbers
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_choice", "check_count", "check_range"]
+__all__ = ["check_choice", "check_count", "check_range", "warn"]
 
 
 def check_range(
@@ -59,3 +64,15 @@ def check_count(name: str, value: Any, low: int = 1, high: float = math.inf) -> 
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
     if value > high:
         raise ValueError(f"{name} must be an integer <= {high}, got {value!r}")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn about the innermost line that is neither torchpisa's nor torch's."""
+    frame, level = sys._getframe(1), 2
+    while _is_internal(frame.f_globals.get("__name__", "")) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_internal(module: str) -> bool:
+    return module.partition(".")[0] in ("torchpisa", "torch")

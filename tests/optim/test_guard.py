@@ -22,7 +22,8 @@ def test_divergence_is_reported_once_with_the_remedy() -> None:
     opt = SISA([param], sigma=20.0, rho=0.0)
     with pytest.warns(DivergenceWarning, match="diverge; give a larger sigma") as seen:
         runs_away(opt, param, 320)
-    assert len(seen) == 1
+    (warning,) = seen
+    assert warning.filename == __file__
 
 
 def speeds_up(opt: torch.optim.Optimizer, param: nn.Parameter) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+import torchpisa
 from tests.optim.least_squares import PROBLEM, rounds, sisa
 from torchpisa import NSISA, PISA, SISA
 
@@ -127,6 +129,30 @@ def test_a_relative_lr_that_looks_absolute_warns(make, recwarn):
     assert not recwarn
     with pytest.warns(UserWarning, match=r"lr=0\.001 is relative here"):
         make([torch.nn.Parameter(torch.ones(2))], lr=1e-3, **settings)
+
+
+class Mine(SISA):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: PISA([w], lr=1e-3),
+        lambda w: SISA([w], lr=1e-3, sigma=0.5),
+        lambda w: NSISA([w], lr=1e-3),
+        lambda w: Mine([w], lr=1e-3, sigma=0.5),
+        lambda w: SISA([{"params": [w], "lr": 1e-3, "sigma": 0.5}]),
+        lambda w: SISA([torch.ones(1)]).add_param_group({"params": [w], "lr": 1e-3, "sigma": 0.5}),
+        lambda w: torchpisa.create("sisa", nn.ParameterList([w]), lr=1e-3, sigma=0.5),
+        lambda w: torchpisa.create("sisa", nn.ParameterList([w]), momentum=0.5, sigma=0.5),
+    ],
+)
+def test_warnings_about_arguments_name_the_line_of_the_user(make):
+    with pytest.warns(UserWarning, match="is relative here|has no effect") as seen:
+        make(nn.Parameter(torch.ones(2)))
+    (warning,) = seen
+    assert (warning.filename, warning.lineno) == (__file__, make.__code__.co_firstlineno)
 
 
 @pytest.mark.parametrize("make", [SISA, NSISA, PISA])

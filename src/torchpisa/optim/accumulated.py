@@ -1,11 +1,12 @@
 """Warn when gradients are accumulated that an optimizer with several batches needs one by one."""
 
-import warnings
 import weakref
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from torchpisa.checks import warn
 
 __all__ = ["AccumulationWarning", "AccumulationWatch"]
 
@@ -46,13 +47,12 @@ class AccumulationWatch:
                 self._handle = register(self._count)  # type: ignore[no-untyped-call]
             return
         if batches in (self._passes, self._with_closure):
-            warnings.warn(
+            warn(
                 f"the gradients of {batches} backward passes were added up for one step(), with "
                 f"batches={batches}: they count as one batch. If each of them is a batch, call "
                 "step() and zero_grad() after each, or let torchpisa.integrations do it in "
                 "Transformers, Accelerate, Lightning or a loop that you cannot change",
                 AccumulationWarning,
-                stacklevel=2,
             )
             self._steps = _STEPS + 1
         if self._steps > _STEPS:

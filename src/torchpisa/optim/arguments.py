@@ -3,14 +3,13 @@
 import difflib
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchpisa.checks import check_choice, check_range
+from torchpisa.checks import check_choice, check_range, warn
 
 __all__ = [
     "Calibrated",
@@ -239,19 +238,17 @@ def check_without_sigma(group: Mapping[str, Any]) -> None:
             )
 
 
-def warn_about_absolute_lr(defaults: Mapping[str, Any], optimizer: str) -> None:
+def warn_about_absolute_lr(lr: float | Tensor, optimizer: str) -> None:
     """Warn if a learning rate that multiplies given penalties looks like AdamW's."""
-    lr = defaults["lr"]
-    if defaults["sigma"] is None or not 0 < float(lr) < 0.1:
+    if not 0 < float(lr) < 0.1:
         return
     remedy = {
         "SISA": "leave out sigma and rho for a learning rate in AdamW's terms",
         "NSISA": "leave it out, or use torchpisa.MISA for a learning rate in AdamW's terms",
     }.get(optimizer, "leave it out and give a larger sigma for smaller steps")
-    warnings.warn(
+    warn(
         f"lr={float(lr):g} is relative here: it multiplies the step that sigma and rho give, and 1 "
-        f"is the paper; {remedy}",
-        stacklevel=5,
+        f"is the paper; {remedy}"
     )
 
 
@@ -261,10 +258,9 @@ def warn_about_unused_momentum(
     """Warn if a momentum was given although all groups have a sigma, which leaves it no effect."""
     default, rho = 0.9, sigma.replace("sigma", "rho")
     if given != default and all(group[sigma] is not None for group in groups):
-        warnings.warn(
+        warn(
             f"{name}={given!r} has no effect beside {sigma}: momentum follows from {sigma} and "
-            f"{rho}. Leave out {name}, or both of these",
-            stacklevel=3,
+            f"{rho}. Leave out {name}, or both of these"
         )
 
 

@@ -1,12 +1,12 @@
 """Warn when weights grow by orders of magnitude, without knowing the loss or waiting for a GPU."""
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from torchpisa.checks import warn
 from torchpisa.distributed import dtensor
 from torchpisa.kernels.job import real
 
@@ -68,12 +68,11 @@ class Guard:
             return
         if rms > _GROWTH * self._first or not math.isfinite(rms):
             self._warned = True
-            warnings.warn(
+            warn(
                 f"weights have grown to a root mean square of {rms:.3g} at iteration "
                 f"{iteration - self.every}, from {self._first:.3g}: the training seems to diverge; "
                 f"{advice}",
                 DivergenceWarning,
-                stacklevel=2,
             )
 
 

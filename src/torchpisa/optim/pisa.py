@@ -167,7 +167,8 @@ class PISA(RoundOptimizer):
         settings["ranks"] = 1 if self.peers is None else self.peers.size
         settings["weights"] = shares(settings["weights"], settings["batches"])
         self._check_group(settings)
-        arguments.warn_about_absolute_lr(settings, type(self).__name__)
+        if settings["sigma"] is not None:
+            arguments.warn_about_absolute_lr(settings["lr"], type(self).__name__)
         super().__init__(params, settings)
 
     def reset_unsaved(self) -> None:

@@ -152,7 +152,7 @@ class SISA(PISA):
             group.setdefault("rho", with_defaults(None, None, several)[1] if given else None)
         super().add_param_group(group)
         if given and "lr" in param_group:
-            arguments.warn_about_absolute_lr({**param_group, "sigma": True}, "SISA")
+            arguments.warn_about_absolute_lr(param_group["lr"], "SISA")
 
     def _check_rules(self, group: Group) -> None:
         check_range("momentum", group["momentum"], 0, 1, high_open=True)
