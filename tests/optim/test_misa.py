@@ -1,5 +1,6 @@
 """MISA against its formulas written out, against torch's Muon, and on several processes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.distributed.processes import run
 from torchpisa import MISA
 from torchpisa.kernels import newton_schulz as kernel
 from torchpisa.optim.param_groups import split
+from torchpisa.preconditioners.consensus import Whiten
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 over_paths = pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
@@ -144,6 +146,82 @@ def test_the_sum_of_a_round_is_given_back() -> None:
     assert opt.memory().by_name["pending"] == 4 * p.numel()
     opt.step()
     assert "pending" not in opt.memory().by_name
+
+
+def classifier(steps: int = 0, **settings: Any) -> tuple[nn.Module, MISA]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt = MISA(model.parameters(), before=Whiten(every=3), **settings)
+    train(model, opt, 0, steps)
+    return model, opt
+
+
+def train(model: nn.Module, opt: MISA, first: int, last: int) -> None:
+    for step in range(first, last):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+
+
+def as_it_is(saved: nn.Module, a: MISA, model: nn.Module, b: MISA, folder: Path) -> None:
+    b.load_state_dict(a.state_dict())
+
+
+def by_files(saved: nn.Module, a: MISA, model: nn.Module, b: MISA, folder: Path) -> None:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    checkpoint.save({"opt": get_optimizer_state_dict(saved, a)}, checkpoint_id=folder)
+    state = get_optimizer_state_dict(model, b)
+    checkpoint.load({"opt": state}, checkpoint_id=folder)
+    set_optimizer_state_dict(model, b, state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is|TypedStorage is deprecated")
+@pytest.mark.parametrize("load", [as_it_is, by_files])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
+def test_between_rounds_state_loads_with_any_number_of_batches(
+    before: int, after: int, load: Any, tmp_path: Path
+) -> None:
+    """As if an optimizer with the new number had got there by itself."""
+    shares = range(1, after + 1)
+    saved, a = classifier(4 * before, batches=before, lr=0.02)
+    model, b = classifier(batches=after, weights=shares)
+    model.load_state_dict(saved.state_dict())
+    load(saved, a, model, b, tmp_path)
+    assert (b.iteration, b.batch, b.batches, b.param_groups[0]["lr"]) == (4, 0, after, 0.02)
+    assert b.param_groups[0]["weights"] == [share / sum(shares) for share in shares]
+
+    other, c = classifier(batches=after, weights=shares, lr=0.02)
+    other.load_state_dict(saved.state_dict())
+    c.round.iteration = 4
+    for mine, theirs in zip(other.parameters(), saved.parameters(), strict=True):
+        for name, value in a.state[theirs].items():
+            c.state[mine][name].copy_(value)
+    for each, opt in ((model, b), (other, c)):
+        train(each, opt, 100, 100 + 4 * after)
+        assert opt.iteration == 8
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert b.state[mine].keys() == c.state[theirs].keys()
+        assert all(torch.equal(b.state[mine][key], c.state[theirs][key]) for key in b.state[mine])
+
+
+def test_in_the_middle_of_a_round_it_does_not() -> None:
+    _, a = classifier(5, batches=2)
+    model, b = classifier(batches=4)
+    start = [param.clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"=4, or saved between .*=2 in the middle of a round"):
+        b.load_state_dict(a.state_dict())
+    assert (b.iteration, b.batches, b.param_groups[0]["weights"]) == (0, 4, [0.25] * 4)
+    a.flush()
+    b.load_state_dict(a.state_dict())
+    assert (b.iteration, b.batch, b.batches) == (3, 0, 4)
+    assert all(map(torch.equal, start, model.parameters()))
 
 
 def test_which_rule_a_parameter_takes() -> None:

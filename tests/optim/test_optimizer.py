@@ -541,3 +541,14 @@ def test_flattened_state_dict(cls):
     flat = get_optimizer_state_dict(model, a, options=options)
     with pytest.raises(ValueError, match=r"iteration must be there; .* batches must be 1"):
         set_optimizer_state_dict(other, b, flat, options=options)
+
+    model, several = network(), network()
+    a, b = cls(model.parameters()), cls(several.parameters(), batches=2)
+    train(model, a, 5)
+    flat = get_optimizer_state_dict(model, a, options=options)
+    if cls is MISA:
+        set_optimizer_state_dict(several, b, flat, options=options)
+        assert (b.iteration, b.synced, b.batches) == (5, True, 2)
+    else:
+        with pytest.raises(ValueError, match="must be for batches=2, got batches=1"):
+            set_optimizer_state_dict(several, b, flat, options=options)

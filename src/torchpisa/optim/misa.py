@@ -133,6 +133,7 @@ class MISA(RoundOptimizer):
         0.3
     """
 
+    one_dual = True
     _dual_key = "dual"
     # Processes that take the same step. Not part of a state_dict or a copy.
     _replicas: ProcessGroup | None = None

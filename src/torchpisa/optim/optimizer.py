@@ -36,6 +36,8 @@ class RoundOptimizer(Optimizer):
 
     # Settings that all groups must share, because a round is a round of all parameters.
     shared: ClassVar[tuple[str, ...]] = ("batches", "weights", "clip", "nonfinite")
+    # True if all batches share one dual, so that between rounds state fits any number of them.
+    one_dual: ClassVar[bool] = False
     # The entry that every parameter with state has.
     _dual_key: ClassVar[str]
 
@@ -386,6 +388,9 @@ class RoundOptimizer(Optimizer):
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an optimizer of the same class and with the same number of batches.
+
+        MISA also loads that of another number if it was saved between rounds, and keeps its own
+        `weights`.
 
         Hooks run first. Then every entry is checked, and nothing changes if one does not fit.
         Tensors keep the dtype that they were saved with; counters are float32.

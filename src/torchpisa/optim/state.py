@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpisa.checks import check_count
 from torchpisa.optim import arguments
 from torchpisa.optim.round import PROGRESS, Group, Round
 from torchpisa.preconditioners import Preconditioner
@@ -72,16 +73,24 @@ def unpacked(
     groups = optimizer.param_groups
     given = optimizer.upgrade_state_dict(_checked(state_dict))
     saved_groups, saved_state = given["param_groups"], given["state"]
-    for saved in saved_groups:
+    for number, saved in enumerate(saved_groups):
         _check_origin(saved)
+        with _naming(f"param_groups[{number}]"):
+            check_count("batches", saved["batches"])
     if len(saved_groups) != len(groups):
         raise ValueError(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}: make "
             "the optimizer as the saved one was made (torchpisa.create makes groups of its own)"
         )
-    if optimizer.batches == 1 and not any(saved.keys() & PROGRESS for saved in saved_groups):
+    one_batch = all(saved["batches"] == 1 for saved in saved_groups)
+    if one_batch and not any(saved.keys() & PROGRESS for saved in saved_groups):
         progress = Round(_most_steps(saved_state)).packed()
         saved_groups = [{**saved, **progress} for saved in saved_groups]
+    if optimizer.one_dual:
+        saved_groups = [
+            _with_batches_of(current, saved)
+            for saved, current in zip(saved_groups, groups, strict=True)
+        ]
     copied: dict[int, Any] = {}
     pairs = [
         (saved, _taken_over(saved, current, number, optimizer.defaults, check_group, copied))
@@ -175,7 +184,7 @@ def _taken_over(
         check_group: raises if the settings of a group are wrong.
         copied: the memory of `copy.deepcopy`: groups that share a tensor, as lr, share its copy.
     """
-    if type(saved["batches"]) is not int or saved["batches"] != current["batches"]:
+    if saved["batches"] != current["batches"]:
         raise ValueError(
             f"state_dict must be for batches={current['batches']}, got batches="
             f"{saved['batches']}: make the optimizer with as many batches, or begin with a new one"
@@ -220,6 +229,19 @@ def _taken_over(
         if isinstance(group.get("kept"), Tensor):
             group["kept"] = group["kept"].to(device)
     return group
+
+
+def _with_batches_of(current: Group, saved: Group) -> Group:
+    """Return a group saved between rounds with the number of batches, and weights, of `current`."""
+    if saved["batches"] == current["batches"]:
+        return saved
+    if saved.get("visited"):
+        raise ValueError(
+            f"state_dict must be for batches={current['batches']}, or saved between rounds, got "
+            f"batches={saved['batches']} in the middle of a round: load it with as many batches, "
+            "and save it again after flush()"
+        )
+    return {**saved, "batches": current["batches"], "weights": current["weights"]}
 
 
 def _check_origin(saved: Any) -> None:
