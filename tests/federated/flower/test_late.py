@@ -23,6 +23,7 @@ from torchpisa.federated import (
     FedAvg,
     FedNova,
     Minibatches,
+    RobustSelection,
     Scaffold,
     Simulation,
     Timing,
@@ -89,6 +90,21 @@ def test_equals_simulation(algorithm, participation, tmp_path):
     assert sum(len(entry.late) for entry in server.rounds) >= 2
     assert_close(server, simulation)
     assert all(imbalance(server, tmp_path, kind) < 1e-5 for kind in server.server.memory)
+
+
+def test_late_answers_are_judged_as_in_a_simulation(tmp_path):
+    """The movement of a model that a client has not seen yet says nothing about its answer."""
+    robust = RobustSelection(factor=1e9, response=-math.inf, count_limit=math.inf)
+    grid = federation(tmp_path)
+    grid.delay = uneven
+    server = run(grid, strategy(staleness=STALE, robust=robust))
+    simulation = simulated(SETTING, uneven, robust=robust)
+    simulation.run(ROUNDS, progress=False)
+    assert_close(server, simulation)
+    responses, expected = server._judge._responses, simulation._judge._responses
+    assert responses.keys() == expected.keys() == {"0", "2"}  # the others are late too often
+    for name, response in responses.items():
+        assert vars(response) == pytest.approx(vars(expected[name]), rel=1e-3)
 
 
 def test_who_is_late_is_asked_for_nothing_else(tmp_path):

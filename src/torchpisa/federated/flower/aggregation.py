@@ -110,8 +110,10 @@ class RoundAggregation:
     @property
     def late(self) -> dict[str, int]:
         """Return the number of rounds by which accepted updates were late."""
-        ages = {name: self._server.iteration - self.iterations[name] for name in self.present}
-        return {name: age for name, age in ages.items() if age}
+        return {name: age for name in self.present if (age := self._age(name))}
+
+    def _age(self, name: str) -> int:
+        return self._server.iteration - self.iterations[name]
 
     def receive(self, name: str, reply: flwr.app.Message, counting: range | None = None) -> None:
         """Add an answer to the sum, or record why it cannot be used.
@@ -245,7 +247,8 @@ class RoundAggregation:
         if self._judge is not None:
             standings = {name: self._standings[name] for name in passed}
             updates = {name: self._held_back[name] for name in passed}
-            self.outliers = self._judge.rejected(self._server, updates, standings)
+            late = {name for name in passed if self._age(name)}
+            self.outliers = self._judge.rejected(self._server, updates, standings, late)
         for name in passed:
             if name in self.outliers:
                 self._reject(name, self.outliers[name])

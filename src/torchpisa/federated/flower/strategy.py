@@ -598,10 +598,10 @@ class FederatedStrategy(Strategy):
 
     def _withdraw_outliers(self, aggregation: RoundAggregation) -> None:
         """Restart clients that were outliers several times in a row."""
-        late = [] if self._judge is None else self._judge.withdrawn()
+        withdrawn = [] if self._judge is None else self._judge.withdrawn()
         for name in aggregation.outliers:
             contributed = self.clients[name].accepted >= 0 and self.server.memory
-            if contributed and name in late and self._ledger is not None:
+            if contributed and name in withdrawn and self._ledger is not None:
                 self.restart(name)
 
     def _put_oversized_aside(self, aggregation: RoundAggregation) -> None:
