@@ -853,7 +853,9 @@ RANGES: list[Case] = [
     (partial(SISA, rho=None), "sigma", 0.0, "a finite number > 0"),
     (partial(SISA, sigma=None), "rho", -1.0, "a finite number >= 0"),
     (partial(SISA, sigma=None, rho=None), "beta", 1.0, "in (0, 1)"),
+    (partial(PISA, preconditioner=Identity(), rho=1.0), "sigma", None, "a finite number > 0"),
     (MISA, "sigma", 0.0, "a finite number > 0"),
+    (MISA, "rho", None, "a finite number >= 0"),
     (MISA, "rho", 0.0, "a finite number > 0"),
     (MISA, "damping", 0.0, "a finite number > 0"),
     (LocalMISA, "momentum", -0.1, "in [0, 1)"),
@@ -893,10 +895,13 @@ def test_pisa_checks_as_sisa_does(name: str) -> None:
         PISA(**settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("algorithm", [SISA, MISA])
-def test_a_learning_rate_of_adamw(algorithm: type) -> None:
-    with pytest.warns(UserWarning, match=r"lr=0\.004 is relative here: .* 1 / rho"):
-        algorithm(lr=4e-3)
+@pytest.mark.parametrize(
+    "make", [SISA, partial(SISA, sigma=None, rho=None), MISA, partial(MISA, sigma=1.0), LocalMISA]
+)
+def test_a_learning_rate_of_adamw(make: Callable[..., Any]) -> None:
+    with pytest.warns(UserWarning, match=r"lr=0\.004 is relative here: .* 1 / rho") as warned:
+        make(lr=4e-3)
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_preconditioner_of_another_kind() -> None:

@@ -6,9 +6,8 @@ with its dual, as in the paper's consensus with \(w_i = w\), and continues from 
 """
 
 import math
-import warnings
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from torchpisa.algorithms import pisa
 from torchpisa.algorithms.pisa import Scalar
 from torchpisa.algorithms.sisa import Scheme
-from torchpisa.checks import check_range
+from torchpisa.checks import check_range, warn
 from torchpisa.federated.algorithms.base import (
     Algorithm,
     Fields,
@@ -63,6 +62,8 @@ _NOT_STATE = {"moved", "delta", "step", "before"}
 class Penalised(Algorithm):
     r"""Base class of PISA, SISA and MISA: penalty, duals and consensus."""
 
+    _optional: ClassVar[frozenset[str]] = frozenset()  # what may be None, and is found in training
+
     sigma: float
     rho: float
     lr: Schedule = 1.0
@@ -72,15 +73,16 @@ class Penalised(Algorithm):
     local: LocalWork = field(default_factory=FullGradient)
 
     def __post_init__(self) -> None:
-        check_range("sigma", self.sigma, 0, low_open=True, high_open=True)
-        check_range("rho", self.rho, 0, high_open=True)
+        for name, low_open in (("sigma", True), ("rho", False)):
+            value = getattr(self, name)
+            if value is not None or name not in self._optional:
+                check_range(name, value, 0, low_open=low_open, high_open=True)
         if not callable(self.lr):
             check_range("lr", self.lr, 0, high_open=True)
             if 0 < self.lr < 0.1:
-                warnings.warn(
+                warn(
                     f"lr={self.lr:g} is relative here: it multiplies the step that sigma and rho "
-                    "give. Leave it out; the rate of torchpisa.MISA is 1 / rho of federated.MISA",
-                    stacklevel=4,
+                    "give. Leave it out; the rate of torchpisa.MISA is 1 / rho of federated.MISA"
                 )
         if not callable(self.gamma):
             check_range("gamma", self.gamma, 0, 1, low_open=True)
@@ -286,6 +288,8 @@ class SISA(Penalised):
         eps: added to \(\sqrt{m_i}\); 0 in the paper.
     """
 
+    _optional: ClassVar[frozenset[str]] = frozenset({"sigma", "rho"})
+
     sigma: float | None = 5.0  # type: ignore[assignment]
     rho: float | None = 1.0  # type: ignore[assignment]
     scheme: Scheme = "adam"
@@ -294,13 +298,8 @@ class SISA(Penalised):
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.sigma is None:
-            replace(self, sigma=1.0)  # checks the others
-        elif self.rho is None:
-            replace(self, rho=1.0)
-        else:
-            super().__post_init__()
-            self.solver()  # checks scheme, beta, eta and eps
+        super().__post_init__()
+        self.solver()  # checks scheme, beta, eta and eps
 
     def solver(self) -> SecondMoment:
         return SecondMoment(self.scheme, self.beta, self.eta, self.eps)
@@ -380,6 +379,8 @@ class MISA(Penalised):
             `"smooth"`, the default, is cheap and as rough as Muon.
     """
 
+    _optional: ClassVar[frozenset[str]] = frozenset({"sigma"})
+
     sigma: float | None = None  # type: ignore[assignment]
     rho: float = 30.0
     momentum: float = 0.9
@@ -388,10 +389,8 @@ class MISA(Penalised):
     method: Method = "smooth"
 
     def __post_init__(self) -> None:
-        if self.sigma is not None:
-            super().__post_init__()
-        else:
-            replace(self, sigma=1.0)  # checks the others
+        super().__post_init__()
+        if self.sigma is None:  # it will be a multiple of rho
             check_range("rho", self.rho, 0, low_open=True, high_open=True)
         check_range("damping", self.damping, 0, low_open=True, high_open=True)
         self.solver()  # checks momentum, match_rms and method
