@@ -1,6 +1,7 @@
 """The tables of the pages are those of the saved results."""
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,22 @@ def test_settings_of_the_paper() -> None:
     assert f"Nesterov momentum of {settings['momentum']}" in page
     assert settings["nesterov"]
     assert settings["aspect_scaling"]
+
+
+def test_tables_are_shown_whole() -> None:
+    """Where a page shows the first table of a file, the rest of the file follows further down."""
+    shown = [
+        (path.stem, text, name, int(last))
+        for path in sorted((ROOT / "docs").glob("*.md"))
+        for text in [path.read_text(encoding="utf-8")]
+        for name, last in re.findall(r'^--8<-- "docs/results/(\w+)\.md:1:(\d+)"$', text, re.M)
+    ]
+    assert len(shown) > 1
+    for where, text, name, last in shown:
+        lines = (ROOT / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8").splitlines()
+        assert lines[last - 1].startswith("|"), (where, name)
+        assert not lines[last], (where, name)
+        assert f'    --8<-- "docs/results/{name}.md:{last + 2}:"\n' in text, (where, name)
 
 
 def page(name: str) -> str:
