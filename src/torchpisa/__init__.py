@@ -6,7 +6,7 @@
 """
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from torchpisa.optim import MISA, NSISA, PISA, SISA
 from torchpisa.registry import create, list_optimizers, list_presets
@@ -35,16 +35,33 @@ _SUBMODULES = (
     "optim",
     "penalty",
     "preconditioners",
+    "presets",
+    "registry",
     "theory",
     "tuning",
 )
 
+if TYPE_CHECKING:  # type checkers and editors then know what is in them, and what is misspelt
+    from torchpisa import algorithms as algorithms
+    from torchpisa import data as data
+    from torchpisa import diagnostics as diagnostics
+    from torchpisa import distributed as distributed
+    from torchpisa import federated as federated
+    from torchpisa import integrations as integrations
+    from torchpisa import optim as optim
+    from torchpisa import penalty as penalty
+    from torchpisa import preconditioners as preconditioners
+    from torchpisa import presets as presets
+    from torchpisa import registry as registry
+    from torchpisa import theory as theory
+    from torchpisa import tuning as tuning
+else:
 
-def __getattr__(name: str) -> ModuleType:
-    if name not in _SUBMODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")
+    def __getattr__(name):
+        if name not in _SUBMODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES})
+    return sorted([*__all__, *_SUBMODULES])
