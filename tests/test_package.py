@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import torchpisa
+
 griffe = pytest.importorskip("griffe")
 
 ROOT = Path(__file__).parents[1]
@@ -235,16 +237,75 @@ import sys, torchpisa
 assert "torchpisa.tuning" not in sys.modules and "torchpisa.federated" not in sys.modules
 assert callable(torchpisa.tuning.calibrate) and torchpisa.data and torchpisa.federated
 assert callable(torchpisa.distributed.attach) and callable(torchpisa.distributed.save)
-assert {"tuning", "MISA"} <= set(dir(torchpisa))
-try:
-    torchpisa.nothing
-except AttributeError as error:
-    assert "no attribute 'nothing'" in str(error)
+assert callable(torchpisa.integrations.accumulation.MicroBatchHooks)
+assert dir(torchpisa) == sorted([*torchpisa.__all__, *torchpisa._SUBMODULES])
+for module in (torchpisa, torchpisa.integrations):
+    try:
+        module.nothing
+    except AttributeError as error:
+        assert "no attribute 'nothing'" in str(error)
 """
 
 
 def test_submodules_load_when_named() -> None:
     run(sys.executable, "-c", LAZY)
+
+
+def test_all_public_submodules_are_listed() -> None:
+    assert set(torchpisa._SUBMODULES) == rooms() - INTERNAL - {"__init__"}
+    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    for_checkers = [
+        alias.asname
+        for branch in tree.body
+        if isinstance(branch, ast.If)
+        for statement in branch.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    ]
+    assert for_checkers == list(torchpisa._SUBMODULES)
+    bridges = {path.stem for path in (SOURCE / "integrations").glob("[!_]*.py")}
+    assert bridges == set(torchpisa.integrations._MODULES)
+
+
+# What a type checker tells users
+
+TYPED = """
+import torch
+import torchpisa
+from torchpisa import MISA, SISA
+from torchpisa.tuning import calibrate
+
+
+def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x)
+    return output.square().mean()
+
+
+model = torch.nn.Linear(2, 2)
+data = [torch.randn(4, 2) for _ in range(8)]
+SISA(model.parameters(), **calibrate(model, loss, data))
+torch.optim.lr_scheduler.CosineAnnealingLR(torchpisa.create("misa", model, lr=1e-3), T_max=9)
+MISA(torchpisa.optim.param_groups.split(model))
+"""
+
+MISTYPED = """
+torchpisa.creat("misa", model)  # maybe "create"?
+torchpisa.tunin.calibrate(model, loss, data)  # no attribute "tunin"
+torchpisa.tuning.calibrat(model, loss, data)  # maybe "calibrate"?
+MISA(model)  # Argument 1 to "MISA"
+MISA(model.parameters(), betas=(0.9, 0.999))  # Unexpected keyword argument "betas"
+"""
+
+
+def test_type_checkers_know_what_users_call(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    program = tmp_path / "program.py"
+    program.write_text(TYPED + MISTYPED, encoding="utf-8")
+    report, problems, _ = api.run(["--config-file", str(ROOT / "pyproject.toml"), str(program)])
+    errors = [line for line in report.splitlines() if ": error:" in line]
+    expected = [line.partition("  # ")[2] for line in MISTYPED.strip().splitlines()]
+    assert len(errors) == len(expected), report + problems
+    assert all(text in error for text, error in zip(expected, errors, strict=True)), report
 
 
 # The documentation of what is public

@@ -199,6 +199,8 @@ def test_presets_are_frozen():
         ("misa", {"weight_decay": -1.0}, r"weight_decay must be a finite number >= 0, got -1\.0"),
         ("misa", {"lrr": 1.0}, r"unknown argument lrr=1\.0 for misa; did you mean 'lr'\?"),
         ("misa", {"betas": (0.9, 0.95)}, r"betas=\(0\.9, 0\.95\) for misa; .* momentum and beta"),
+        ("misa", {"learning_rate": 1e-3}, r"learning_rate=0\.001 for misa; it is called lr\."),
+        ("misa", {"process_group": None}, r"process_group=None for misa; .* DDP or FSDP2"),
         ("MISA", {}, r"got 'MISA'; did you mean 'misa'\?"),
     ],
 )

@@ -50,6 +50,13 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
 )
 """All optimizers by name."""
 
+# Hints for arguments of other optimizers, frameworks and configurations.
+_NAMES_ELSEWHERE = {
+    "betas": "; AdamW's betas are momentum and beta here.",
+    "learning_rate": "; it is called lr.",
+    "process_group": "; MISA takes gradients that DDP or FSDP2 has averaged, and needs none.",
+}
+
 
 def list_optimizers(pattern: str = "*") -> list[str]:
     """Return the names of the optimizers.
@@ -179,8 +186,7 @@ def _check_names(info: OptimizerInfo, arguments: Mapping[str, Any]) -> None:
         if name not in legal:
             close = difflib.get_close_matches(name, legal, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
-            if name == "betas":
-                hint = "; AdamW's betas are momentum and beta here."
+            hint = _NAMES_ELSEWHERE.get(name, hint)
             raise TypeError(
                 f"unknown argument {name}={value!r} for {info.name}{hint} Legal: {', '.join(legal)}"
             )

@@ -98,6 +98,14 @@ def test_bad_data() -> None:
         calibrate(model(), scaled(math.nan), batches())
 
 
+def test_a_loss_that_is_a_number() -> None:
+    def loss(net: nn.Module, batch: Any) -> float:
+        return float(scaled()(net, batch).item())
+
+    with pytest.raises(TypeError, match=r"loss must return a tensor, got \d"):
+        calibrate(model(), loss, batches())  # type: ignore[arg-type]
+
+
 def test_a_result_is_for_one_kind_of_optimizer() -> None:
     net, data = model(), batches()
     sisa, nsisa = (calibrate(net, scaled(), data, optimizer=cls) for cls in (SISA, NSISA))
@@ -108,5 +116,6 @@ def test_a_result_is_for_one_kind_of_optimizer() -> None:
         NSISA(net.parameters(), **sisa)
     with pytest.raises(TypeError, match="sigma"):
         MISA(net.parameters(), **sisa)
-    with pytest.raises(ValueError, match="optimizer must be SISA or NSISA, got 'MISA'"):
-        calibrate(net, scaled(), data, optimizer=MISA)
+    for wrong, named in ((MISA, "MISA"), ("sisa", "'sisa'")):
+        with pytest.raises(ValueError, match=f"optimizer must be SISA or NSISA, .* got {named}$"):
+            calibrate(net, scaled(), data, optimizer=wrong)  # type: ignore[arg-type]

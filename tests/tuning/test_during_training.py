@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.tuning.problem import loader, model, scaled
-from torchpisa import PISA, SISA
+from torchpisa import MISA, PISA, SISA
 from torchpisa.tuning import ResidualBalancing, Restart
 
 
@@ -137,3 +137,10 @@ def test_bad_arguments() -> None:
         ResidualBalancing(opt, every=0)
     with pytest.raises(ValueError, match="iterations must be an integer >= 40, got 10"):
         Restart(nn.Linear(1, 1), opt, iterations=10)
+    net = nn.Linear(1, 1)
+    for wrong in (MISA(net.parameters()), torch.optim.AdamW(net.parameters()), net):
+        expected = f"optimizer must be a PISA, SISA or NSISA, .* got {type(wrong).__name__}"
+        with pytest.raises(ValueError, match=expected):
+            Restart(net, wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=expected):
+            ResidualBalancing(wrong)  # type: ignore[arg-type]

@@ -81,6 +81,15 @@ def test_bad_arguments(more: dict[str, float], message: str) -> None:
         find_sigma(model(), scaled(), loader(), **more)
 
 
+def test_bad_optimizers() -> None:
+    net = model()
+    for wrong in ("sisa", SISA(net.parameters())):
+        with pytest.raises(TypeError, match="optimizer must be a class, such as SISA, or a func"):
+            find_sigma(net, scaled(), loader(), wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"sigma is what the runs look for, got 0\.5"):
+        find_sigma(net, scaled(), loader(), sigma=0.5)
+
+
 def test_each_optimizer_has_its_scale() -> None:
     net = model()
     finding = find_sigma(net, scaled(), loader(), NSISA, trials=10, steps=40)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.tuning.problem import loader, model, scaled
+from torchpisa import SISA
 from torchpisa.tuning import calibrate, find_sigma
 
 
@@ -86,3 +87,16 @@ def test_restores_after_an_error() -> None:
 def test_data_that_cannot_be_gone_through_again(do: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"data must be something that starts anew .* generator"):
         do(model(), scaled(), (batch for batch in loader()))
+
+
+@pytest.mark.parametrize("do", [calibrate, find_sigma])
+def test_arguments_in_the_wrong_place(do: Callable[..., Any]) -> None:
+    net, loss, data = model(), scaled(), loader()
+    expected = "loss must be a function of the model and a batch, such as lambda .* got "
+    with pytest.raises(TypeError, match=expected + "DataLoader"):
+        do(net, data, loss)
+    for criterion, name in ((nn.MSELoss(), "MSELoss"), (nn.functional.mse_loss, "mse_loss")):
+        with pytest.raises(TypeError, match=expected + name):
+            do(net, criterion, data)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got SISA"):
+        do(SISA(net.parameters()), loss, data)

@@ -12,7 +12,7 @@ from torchpisa.checks import check_count, check_range
 from torchpisa.optim import NSISA, SISA
 from torchpisa.optim.arguments import Calibrated
 from torchpisa.optim.pisa import PISA
-from torchpisa.tuning.restoring import check_data, restored_afterwards
+from torchpisa.tuning.restoring import check_arguments, restored_afterwards
 
 __all__ = ["calibrate"]
 
@@ -29,7 +29,7 @@ def calibrate(
     momentum: float = 0.75,
     batches: int = 8,
     optimizer: type[PISA] = SISA,
-) -> dict[str, float]:
+) -> dict[str, Any]:  # of floats; Any, because ** may meet every argument of an optimizer
     r"""Return sigma and rho of SISA's rule for a model before training.
 
     With q the typical size of the noise in a gradient's entry, and b the `momentum`,
@@ -46,7 +46,7 @@ def calibrate(
 
     Args:
         model: the model, as training will start from it.
-        loss: loss of the model on a batch.
+        loss: a function of the model and a batch that returns the loss.
         data: batches to train on, such as a DataLoader.
         lr: step size, comparable to Adam's.
         momentum: \(b\), in (0, 1).
@@ -70,13 +70,13 @@ def calibrate(
     """
     if optimizer not in (SISA, NSISA):
         raise ValueError(
-            f"optimizer must be SISA or NSISA, got {getattr(optimizer, '__name__', optimizer)!r}: "
-            "MISA has no sigma and rho to calibrate, only lr"
+            "optimizer must be SISA or NSISA, which have sigma and rho (MISA has only lr), got "
+            f"{getattr(optimizer, '__name__', repr(optimizer))}"
         )
     check_range("lr", lr, 0, low_open=True, high_open=True)
     check_range("momentum", momentum, 0, 1, low_open=True, high_open=True)
     check_count("batches", batches, 2)
-    check_data(data)
+    check_arguments(model, loss, data)
     params = [param for param in model.parameters() if param.requires_grad]
     sums = [torch.zeros_like(param, dtype=_accumulation_dtype(param)) for param in params]
     squares = [torch.zeros_like(total) for total in sums]
@@ -85,6 +85,8 @@ def calibrate(
         for batch in islice(data, batches):
             with torch.enable_grad():
                 value = loss(model, batch)
+                if not isinstance(value, Tensor):
+                    raise TypeError(f"loss must return a tensor, got {value!r}")
                 gradients = torch.autograd.grad(value, params, allow_unused=True)
             count += 1
             for total, square, gradient in zip(sums, squares, gradients, strict=True):

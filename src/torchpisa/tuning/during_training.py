@@ -18,6 +18,11 @@ __all__ = ["ResidualBalancing", "Restart"]
 
 
 def _check_sigma_is_given(optimizer: PISA) -> None:
+    if not isinstance(optimizer, PISA):
+        raise ValueError(
+            "optimizer must be a PISA, SISA or NSISA, which have a sigma, got "
+            f"{type(optimizer).__name__}"
+        )
     if any(part.sigma_follows for part in optimizer.parts()):
         raise ValueError(
             "optimizer must have been given sigma and rho, but its sigma follows the gradients"

@@ -16,7 +16,7 @@ from torchpisa.optim.pisa import PISA
 from torchpisa.tuning.calibration import calibrate
 from torchpisa.tuning.loss_trend import LossTrend, loss_trend
 from torchpisa.tuning.restoring import (
-    check_data,
+    check_arguments,
     random_state,
     restored_afterwards,
     set_random_state,
@@ -92,7 +92,7 @@ def find_sigma(
 
     Args:
         model: the model, as training will start from it.
-        loss: loss of the model on a batch.
+        loss: a function of the model and a batch that returns the loss.
         data: batches to train on, such as a DataLoader; iterated again for every run.
         optimizer: makes the optimizer, given parameters, `sigma` and `settings`.
         smallest: sigma of the first run; by default a 32nd of the sigma of `calibrate`, or of the
@@ -108,7 +108,16 @@ def find_sigma(
     check_range("factor", factor, 1, low_open=True, high_open=True)
     check_count("trials", trials)
     check_count("steps", steps, _EVALUATIONS)
-    check_data(data)
+    check_arguments(model, loss, data)
+    if not callable(optimizer):
+        raise TypeError(
+            "optimizer must be a class, such as SISA, or a function that makes one, got "
+            f"{optimizer!r}"
+        )
+    if "sigma" in settings:
+        raise TypeError(
+            f"sigma is what the runs look for, got {settings['sigma']!r}: smallest is the first"
+        )
     if optimizer is MISA:
         raise ValueError("optimizer must have a sigma to find, got MISA: choose its lr instead")
     # NSISA's sigma is for orthogonalised matrices, whose scale is that of no gradient.

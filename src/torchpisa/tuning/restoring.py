@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModelSnapshot", "check_data", "random_state", "restored_afterwards", "set_random_state"]
+__all__ = [
+    "ModelSnapshot",
+    "check_arguments",
+    "random_state",
+    "restored_afterwards",
+    "set_random_state",
+]
 
 
 class ModelSnapshot:
@@ -50,13 +56,26 @@ def restored_afterwards(model: nn.Module, data: Iterable[Any]) -> Iterator[Model
         set_random_state(data, state)
 
 
-def check_data(data: Iterable[Any]) -> None:
-    """Raise ValueError unless `data` can be iterated again."""
+def check_arguments(model: nn.Module, loss: object, data: Iterable[Any]) -> None:
+    """Raise unless `loss` is a function of model and batch and `data` can be iterated again."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {_name(model)}")
+    # torch's criteria, such as nn.MSELoss() and functional.mse_loss, take outputs and targets.
+    is_criterion = str(getattr(loss, "__module__", "")).startswith("torch.nn.")
+    if is_criterion or not callable(loss):
+        raise TypeError(
+            "loss must be a function of the model and a batch, such as "
+            "lambda model, batch: mse_loss(model(batch[0]), batch[1]), got " + _name(loss)
+        )
     if not isinstance(data, Iterable) or isinstance(data, Iterator):
         raise ValueError(
             "data must be something that starts anew each time it is gone through, such as a list "
             f"of batches or a DataLoader, got {type(data).__name__}"
         )
+
+
+def _name(value: object) -> str:
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def _generators(data: object) -> list[torch.Generator]:
