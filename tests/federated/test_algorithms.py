@@ -912,6 +912,8 @@ def test_preconditioner_of_another_kind() -> None:
 def test_local_work_of_another_kind() -> None:
     with pytest.raises(TypeError, match=r"local must be .*, got 5"):
         SISA(local=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"local must be .*, got <class '.*Epochs'>"):
+        SISA(local=Epochs)  # type: ignore[arg-type]
 
 
 def test_newton_schulz_refuses_vectors() -> None:

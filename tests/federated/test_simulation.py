@@ -729,6 +729,41 @@ def test_loss_that_returns_a_mean(batched: bool | None) -> None:
         simulate(SISA(), 1, loss=F.cross_entropy, batched=batched)
 
 
+@pytest.mark.parametrize("batched", [None, True, False])
+def test_loss_of_every_output(batched: bool | None) -> None:
+    expected = r"loss must return one number per sample, .*, got \(\d+, 1\): take the mean over all"
+    with pytest.raises(ValueError, match=expected):
+        simulate(
+            SISA(), 1, straight, least_squares(), loss=nn.MSELoss(reduction="none"), batched=batched
+        )
+
+
+@pytest.mark.parametrize("loss", ["mse", None, nn.CrossEntropyLoss])
+def test_loss_that_is_no_function(loss: Any) -> None:
+    expected = f"loss must be a function of outputs and targets, .*, got {re.escape(repr(loss))}"
+    with pytest.raises(TypeError, match=expected):
+        simulate(SISA(), 0, loss=loss)
+
+
+SAMPLES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "dtype of inputs": (
+        lambda x, y: (x.float(), y),
+        r"inputs of torch.float32 of shape \(4,\) .*: .* same dtype",
+    ),
+    "number of inputs": (lambda x, y: (x[:, :3], y), r"inputs of .* of shape \(3,\) .*: mat1"),
+    "dtype of targets": (lambda x, y: (x, y.float()), r"targets of torch.float32 of .*: .* Long"),
+    "shape of targets": (lambda x, y: (x, y[:, None]), r"targets of .* of shape \(1,\): .* target"),
+    "range of targets": (lambda x, y: (x, y + 3), r"targets of .*: Target \d is out of bounds"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), SAMPLES.values(), ids=SAMPLES)
+def test_samples_that_model_or_loss_cannot_take(change: Any, reason: str) -> None:
+    clients = [change(x, y) for x, y in classes()]
+    with pytest.raises(ValueError, match=f"clients must hold samples .* take, got .*{reason}"):
+        simulate(SISA(), 0, clients=clients)
+
+
 Build = Callable[[], Any]
 REFUSED: dict[str, tuple[Build, str]] = {
     "clients": (
@@ -901,7 +936,11 @@ def test_datasets_of_dictionaries() -> None:
         Simulation(mlp(), [data], SISA()).round()
 
 
-@pytest.mark.parametrize("clients", [{"a": 1}, (pair for pair in ())], ids=["dict", "generator"])
+@pytest.mark.parametrize(
+    "clients",
+    [{"a": 1}, (pair for pair in ()), torch.zeros(3, 4), np.zeros((3, 4))],
+    ids=lambda clients: type(clients).__name__,
+)
 def test_clients_that_are_no_list(clients: Any) -> None:
     message = f"clients must be a list with the data of each client, got a {type(clients).__name__}"
     with pytest.raises(TypeError, match=message):
@@ -932,6 +971,7 @@ def test_dropout_is_the_same_when_a_round_is_repeated(tmp_path: Path) -> None:
         assert torch.equal(w, resumed.server.weights[name])
     torch.random.set_rng_state(before)
     whole.round()
+    Simulation(whole.model, classes(), FedAvg(lr=0.1))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -947,6 +987,24 @@ def test_an_algorithm_of_another_kind() -> None:
 def test_a_mean_loss_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="loss must return one number per sample"):
         Simulation(mlp(), classes(), SISA(), loss=F.cross_entropy)
+
+
+@pytest.mark.parametrize("evaluate", [0.9, (torch.zeros(3, 4), torch.zeros(3))])
+def test_evaluate_that_is_no_function(evaluate: Any, tmp_path: Path) -> None:
+    """The log of an earlier run is left alone."""
+    log = tmp_path / "log.jsonl"
+    log.write_text("rows\n")
+    with pytest.raises(TypeError, match=r"evaluate must be a function .*, got a (float|tuple)"):
+        simulate(SISA(), 0).run(1, evaluate=evaluate, log=log, progress=False)
+    assert log.read_text() == "rows\n"
+
+
+def test_paths_that_are_none() -> None:
+    with pytest.raises(TypeError, match="memory must be a folder or None, got True"):
+        simulate(SISA(), 0, memory=True)
+    for name in ("log", "checkpoint"):
+        with pytest.raises(TypeError, match=f"{name} must be a file or None, got True"):
+            simulate(SISA(), 0).run(1, **{name: True})  # type: ignore[arg-type]
 
 
 def test_evaluate_that_returns_nothing() -> None:

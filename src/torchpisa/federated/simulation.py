@@ -143,7 +143,8 @@ class Simulation:
                 "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), "
                 f"got {_shown(algorithm)}"
             )
-        if isinstance(clients, Mapping) or not hasattr(clients, "__getitem__"):
+        indexed = hasattr(clients, "__getitem__") and not hasattr(clients, "__array__")
+        if isinstance(clients, Mapping) or not indexed:
             raise TypeError(
                 f"clients must be a list with the data of each client, got {_shown(clients)}"
             )
@@ -154,6 +155,8 @@ class Simulation:
         check_count("seed", seed, 0)
         if batched is not None and not isinstance(batched, bool):
             check_count("batched", batched)
+        if memory is not None and not isinstance(memory, str | os.PathLike):
+            raise TypeError(f"memory must be a folder or None, got {memory!r}")
         if timing is not None and not isinstance(timing, Timing):
             raise TypeError(f"timing must be a Timing, got {timing!r}")
         if robust is not None and not isinstance(robust, RobustSelection):
@@ -427,6 +430,14 @@ class Simulation:
         """
         check_count("rounds", rounds, 0)
         check_count("every", every)
+        if evaluate is not None and not callable(evaluate):
+            raise TypeError(
+                "evaluate must be a function of the model, such as accuracy(inputs, targets), got "
+                f"{_shown(evaluate)}"
+            )
+        for name, file in (("log", log), ("checkpoint", checkpoint)):
+            if file is not None and not isinstance(file, str | os.PathLike):
+                raise TypeError(f"{name} must be a file or None, got {file!r}")
         history = RunHistory(log, checkpoint)
         saved = history.resume()
         if saved is not None:
@@ -461,8 +472,8 @@ class Simulation:
         finite = torch.stack([w.isfinite().all() for w in self.server.weights.values()]).all()
         if not finite:
             raise FloatingPointError(
-                f"the weights are not finite after round {self.iteration}: a larger sigma or a "
-                "smaller lr keeps them from growing"
+                f"the weights are not finite after round {self.iteration}: if the clients' data "
+                "are finite, a larger sigma or a smaller lr keeps them from growing"
             )
         if evaluate is None:
             return {}

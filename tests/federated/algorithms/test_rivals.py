@@ -438,6 +438,8 @@ RANGES: list[tuple[Any, str, Any, str]] = [
     (ServerMuon, "ns_steps", 0, "an integer >= 1"),
     (ServerMuon, "vector_lr", 0.0, "a finite number > 0"),
     (ServerMuon, "eps", -1.0, "a finite number >= 0"),
+    (ServerMuon, "betas", 0.9, "two numbers in [0, 1)"),
+    (ServerMuon, "betas", (0.9, 0.9, 0.9), "two numbers in [0, 1)"),
     (FedDyn, "alpha", 0.0, "a finite number > 0"),
     (FedPD, "eta", 0.0, "a finite number > 0"),
     (FedADMM, "rho", 0.0, "a finite number > 0"),

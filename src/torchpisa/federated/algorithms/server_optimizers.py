@@ -4,6 +4,7 @@ The mean movement of the clients, \(\Delta_t\), takes the place of a negative gr
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -212,6 +213,8 @@ class ServerMuon(ServerOptimizer):
         check_choice("nesterov", self.nesterov, (True, False))
         check_count("ns_steps", self.ns_steps, high=100)
         check_range("vector_lr", self.vector_lr, 0, low_open=True, high_open=True)
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
         for beta in self.betas:
             check_range("betas", beta, 0, 1, high_open=True)
         check_range("eps", self.eps, 0, high_open=True)

@@ -54,13 +54,20 @@ def batching_obstacle(
     pair = [torch.cat([a[:1], b[-1:]]).to(device) for a, b in zip(first, tensors[-1], strict=True)]
     objective.model.train()
     try:
-        with objective.unchanged_buffers():
+        rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with objective.unchanged_buffers(), rng:
             coupled = _coupling_obstacle(objective, weights, *pair)
         return coupled or _vmap_obstacle(objective, weights, *pair)
     except (BufferChangeError, LossError):  # wrong in sequential rounds as well
         raise
     except ValueError as error:  # for example BatchNorm's for a single sample
         return f"the model does not take single samples ({error})"
+    except (IndexError, RuntimeError) as error:
+        inputs, targets = (f"{t.dtype} of shape {tuple(t.shape[1:])}" for t in pair)
+        raise ValueError(
+            f"clients must hold samples that model and loss take, got inputs of {inputs} and "
+            f"targets of {targets}: {error}"
+        ) from error
 
 
 def _coupling_obstacle(objective: Objective, weights: Tensors, x: Tensor, y: Tensor) -> str | None:

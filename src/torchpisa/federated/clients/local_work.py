@@ -106,7 +106,7 @@ class Epochs:
 
 def check_local(local: Any) -> None:
     """Raise TypeError unless `local` is a plan of local work."""
-    if not isinstance(local, LocalWork):
+    if isinstance(local, type) or not isinstance(local, LocalWork):
         raise TypeError(f"local must be FullGradient, Minibatches or Epochs, got {local!r}")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ __all__ = [
     "LossError",
     "Objective",
     "accuracy",
+    "check_loss",
     "cross_entropy",
     "trainable",
 ]
@@ -41,6 +42,15 @@ def trainable(model: nn.Module) -> Tensors:
     if not weights:
         raise ValueError("model must have parameters that require a gradient, got none")
     return weights
+
+
+def check_loss(loss: Any) -> None:
+    """Raise TypeError unless `loss` is a function; one class of torch's is a likely mistake."""
+    if not callable(loss) or isinstance(loss, type):
+        raise TypeError(
+            "loss must be a function of outputs and targets, such as "
+            f"torch.nn.CrossEntropyLoss(reduction='none'), got {loss!r}"
+        )
 
 
 class LossError(ValueError):
@@ -68,6 +78,9 @@ class Objective:
     """
 
     def __init__(self, model: nn.Module, loss: Loss = cross_entropy) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_loss(loss)
         for name, module in model.named_modules():
             if getattr(module, "track_running_stats", False):
                 raise ValueError(
@@ -123,9 +136,13 @@ class Objective:
         outputs = torch.func.functional_call(self.model, weights, (inputs,), tie_weights=self._tied)
         losses = self.loss(outputs, targets)
         if losses.shape != targets.shape[:1]:
+            remedy = "pass reduction='none'"
+            if losses.ndim > 1:
+                shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+                remedy = f"take the mean over all dimensions but the first; {shapes} must fit"
             raise LossError(
                 f"loss must return one number per sample, shape {tuple(targets.shape[:1])}, got "
-                f"{tuple(losses.shape)}: pass reduction='none'"
+                f"{tuple(losses.shape)}: {remedy}"
             )
         return outputs, losses
 
