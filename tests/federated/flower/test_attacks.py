@@ -100,11 +100,20 @@ def other_sigma(folder):
     return grid, strategy(folder / "server.pt"), "must be that of the server"
 
 
+def no_algorithm(folder):
+    grid = federation(None)
+    for node in grid.nodes:
+        grid.add(node, client_app(model, own_data, lambda context: SISA), str(node))
+    return grid, strategy(folder / "server.pt"), "algorithm must return one .*, got <class .*SISA'>"
+
+
 def own_data(context):
     return client_data(int(context.node_config["partition-id"]))
 
 
-@pytest.mark.parametrize("mistake", [lost_memory, batch_norm, float64_inputs, other_sigma])
+@pytest.mark.parametrize(
+    "mistake", [lost_memory, batch_norm, float64_inputs, other_sigma, no_algorithm]
+)
 def test_nobody_trains(mistake, tmp_path):
     grid, server, reason = mistake(tmp_path)
     file = tmp_path / "server.pt"

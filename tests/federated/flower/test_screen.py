@@ -114,7 +114,7 @@ FORGERIES = {
     "missing entries": (entries(lambda x: x[12:]), "must have 31 entries"),
     "extra parameter": (
         layout(lambda all: [*all, ["mine", FLAT, [2]]], lambda x: np.append(x, x[:2])),
-        r"\['mine'\] are not of the model",
+        r"\['mine'\] are not trained parameters of the model",
     ),
     "extra entries": (entries(lambda x: np.append(x, x[:2])), "must have 31 entries"),
     "a parameter twice": (layout(lambda all: [*all, all[0]]), "is there twice"),

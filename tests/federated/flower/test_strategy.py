@@ -2,10 +2,12 @@
 
 import itertools
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Error, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+from torch import nn
 
 from tests.federated.flower.fake import (
     SETTING,
@@ -169,6 +171,11 @@ def test_a_strategy_is_started_once():
         server.start(federation(None), arrays(model()), 1)
 
 
+def test_a_timeout_is_a_number():
+    with pytest.raises(ValueError, match="timeout must be a number >= 0, got None"):
+        strategy().start(federation(None), arrays(model()), 1, timeout=None)
+
+
 def test_too_few_clients_is_an_error():
     with pytest.raises(TimeoutError, match=r"clients=5 .* patience=0\.05 s, got 4: \['0'"):
         strategy(clients=5).start(federation(None), arrays(model()), 1)
@@ -303,6 +310,7 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path):
         ({"participation": 1.5}, r"participation must be in \(0, 1\], got 1.5"),
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
         ({"poll": 0}, "poll must be a finite number > 0, got 0"),
+        ({"checkpoint": Path(__file__).parent}, "checkpoint must be a file, got '.*', a folder"),
     ],
 )
 def test_arguments(options, message):
@@ -314,6 +322,9 @@ def test_arguments(options, message):
     ("make", "message"),
     [
         (lambda: strategy(algorithm=SISA), r"algorithm must be one of .*, got <class .*SISA'>"),
+        (lambda: strategy(samples=[5, 7]), r"samples must be a dictionary .*, got \[5, 7\]"),
+        (lambda: strategy(samples={0: 5}), r"names of clients, which are texts, .*, got \{0: 5\}"),
+        (lambda: strategy(checkpoint=True), "checkpoint must be a file or None, got True"),
         (lambda: strategy(screen=3.0), "screen must be a Screen or None, got 3.0"),
         (lambda: strategy(robust=True), "robust must be a RobustSelection or None, got True"),
         (lambda: strategy(privacy=1.0), "privacy must be a GaussianNoise or None, got 1.0"),
@@ -321,10 +332,18 @@ def test_arguments(options, message):
             lambda: strategy().start(federation(None), model(), 1),
             r"initial_arrays must be .*arrays\(model\), got a Sequential",
         ),
+        (
+            lambda: strategy().start(
+                federation(None), ArrayRecord(nn.BatchNorm1d(3).state_dict()), 1
+            ),
+            r"initial_arrays must be .*arrays\(model\), .*, got 'num_batches_tracked' of int64",
+        ),
         (lambda: client_app(model(), print, SISA()), "model must be a function .*, got a Sequ"),
         (lambda: client_app(model, client_data(0), SISA()), "data must be a function .* a tuple"),
         (lambda: client_app(model, print, SISA), "algorithm must be one .*, got <class .*SISA'>"),
         (lambda: client_app(model, print, SISA(), privacy=1.0), "privacy must be .*, got 1.0"),
+        (lambda: client_app(model, print, SISA(), loss="mse"), "loss must be .*, got 'mse'"),
+        (lambda: client_app(model, print, SISA(), evaluate=0.5), "evaluate must be .*, got 0.5"),
     ],
 )
 def test_arguments_of_another_kind(make, message):

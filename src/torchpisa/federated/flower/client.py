@@ -16,7 +16,13 @@ from torchpisa.federated.algorithms import base
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Tensors
 from torchpisa.federated.clients.data import Data, sample_count
 from torchpisa.federated.clients.local_round import RoundWork, local_round
-from torchpisa.federated.clients.objective import Loss, Objective, cross_entropy, trainable
+from torchpisa.federated.clients.objective import (
+    Loss,
+    Objective,
+    check_loss,
+    cross_entropy,
+    trainable,
+)
 from torchpisa.federated.flower.client_memory import (
     ClientMemoryStore,
     FolderMemoryStore,
@@ -87,6 +93,11 @@ def client_app(
         raise TypeError(
             "algorithm must be one of torchpisa.federated, such as torchpisa.federated.MISA(), or "
             f"a function of the context that returns one, got {algorithm!r}"
+        )
+    check_loss(loss)
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(
+            f"evaluate must be a function of the model and the client's data, got {evaluate!r}"
         )
     if privacy is not None and not isinstance(privacy, GaussianNoise):
         raise TypeError(f"privacy must be a GaussianNoise or None, got {privacy!r}")
@@ -176,6 +187,11 @@ class _Client:
     def _agreed_algorithm(self, content: RecordDict, context: Context) -> Algorithm:
         setting = self.algorithm
         algorithm = setting if isinstance(setting, Algorithm) else setting(context)
+        if not isinstance(algorithm, Algorithm):
+            raise TypeError(
+                "algorithm must return one of torchpisa.federated, such as "
+                f"torchpisa.federated.MISA(), got {algorithm!r}"
+            )
         local, remote = algorithm.fingerprint, read_entry(content, "algorithm", str)
         if local != remote:
             raise ValueError(f"algorithm must be that of the server, {remote}, got {local}")

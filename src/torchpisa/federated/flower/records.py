@@ -19,6 +19,7 @@ from torchpisa.federated.algorithms.base import Fields, Message, Tensors
 from torchpisa.federated.clients.objective import trainable
 
 __all__ = [
+    "DTYPES",
     "HEAD",
     "OversizeError",
     "PayloadError",
@@ -42,7 +43,8 @@ HEAD = "torchpisa"
 
 _LAYOUT, _NUMBER = "layout.", "number."
 
-_DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+"""The dtypes of weights, by the name that Flower's arrays have for them."""
 
 Layout = list[tuple[str, str, list[int]]]
 """Name, dtype and shape of each tensor of a field."""
@@ -101,8 +103,8 @@ def _layout(tensors: Tensors) -> Layout:
     layout = []
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise TypeError(f"{name!r} must be one of {', '.join(_DTYPES)}, got {dtype}")
+        if dtype not in DTYPES:
+            raise TypeError(f"{name!r} must be one of {', '.join(DTYPES)}, got {dtype}")
         layout.append((name, dtype, list(tensor.shape)))
     return layout
 
@@ -187,14 +189,15 @@ def _check_layout(layout: Layout, like: Tensors) -> None:
     missing, extra = like.keys() - set(names), set(names) - like.keys()
     if missing or extra:
         raise PayloadError(
-            f"parameters {_list(missing)} are missing and {_list(extra)} are not of the model"
+            f"parameters {_list(missing)} are missing and {_list(extra)} are not trained "
+            "parameters of the model"
         )
     if len(set(names)) != len(names):
         raise PayloadError(f"a parameter is there twice: {_list(names)}")
     for name, dtype, shape in layout:
         if shape != list(like[name].shape):
             raise PayloadError(f"{name!r} must have shape {list(like[name].shape)}, got {shape}")
-        if _DTYPES.get(dtype) != like[name].dtype:
+        if DTYPES.get(dtype) != like[name].dtype:
             raise PayloadError(f"{name!r} must be {like[name].dtype}, got {dtype}")
 
 

@@ -31,7 +31,14 @@ from torchpisa.federated.flower import checkpoint as checkpoints
 from torchpisa.federated.flower.aggregation import Round, RoundAggregation, weighted_mean
 from torchpisa.federated.flower.checkpoint import Checkpoint
 from torchpisa.federated.flower.exchange import Inbox, exchange
-from torchpisa.federated.flower.records import HEAD, arrays_of, size_limit, tensors_of, to_records
+from torchpisa.federated.flower.records import (
+    DTYPES,
+    HEAD,
+    arrays_of,
+    size_limit,
+    tensors_of,
+    to_records,
+)
 from torchpisa.federated.flower.roster import Admission, Client, Roster
 from torchpisa.federated.flower.screen import Screen, update_template
 from torchpisa.federated.trust.ledger import Ledger, without_contribution
@@ -173,8 +180,18 @@ class FederatedStrategy(Strategy):
         check_count("seed", seed, 0)
         check_range("poll", poll, 0, low_open=True, high_open=True)
         check_range("max_share", max_share, 0, 1, low_open=True)
-        for name, count in (samples or {}).items():
-            check_count(f"samples[{name!r}]", count)
+        if samples is not None:
+            if not isinstance(samples, Mapping) or any(not isinstance(n, str) for n in samples):
+                raise TypeError(
+                    "samples must be a dictionary from names of clients, which are texts, to "
+                    f"numbers of samples, got {samples!r}"
+                )
+            for name, count in samples.items():
+                check_count(f"samples[{name!r}]", count)
+        if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+            raise TypeError(f"checkpoint must be a file or None, got {checkpoint!r}")
+        if checkpoint is not None and Path(checkpoint).is_dir():
+            raise ValueError(f"checkpoint must be a file, got {str(checkpoint)!r}, a folder")
         if privacy is not None and robust is not None:
             raise ValueError(
                 "privacy must be None with robust: which updates are rejected depends on what the "
@@ -258,6 +275,7 @@ class FederatedStrategy(Strategy):
             The arrays, and the metrics of the rounds of this run.
         """
         check_count("num_rounds", num_rounds, 0)
+        check_range("timeout", timeout, 0)
         if self._server is not None:
             raise RuntimeError("a strategy can be started once: make a new one for a new training")
         if not isinstance(initial_arrays, ArrayRecord):
@@ -265,6 +283,12 @@ class FederatedStrategy(Strategy):
                 "initial_arrays must be torchpisa.federated.flower.arrays(model), got a "
                 f"{type(initial_arrays).__name__}"
             )
+        for name, array in initial_arrays.items():
+            if array.dtype not in DTYPES:
+                raise TypeError(
+                    "initial_arrays must be torchpisa.federated.flower.arrays(model), which has no "
+                    f"buffers, got {name!r} of {array.dtype}"
+                )
         self._run = _run_id(grid)
         file = self._checkpoint
         with nullcontext() if file is None else checkpoints.locked(file, self._run):
