@@ -394,3 +394,15 @@ def test_diagnostics_reach_the_logger(tmp_path):
     iterations = {line.split(",")[column] for line in rows} - {""}
     assert {float(number) for number in iterations} == {5.0, 10.0, 15.0, 20.0}
     assert "torchpisa/spread" in head
+
+
+def test_diagnostics_of_several_optimizers_are_refused(tmp_path):
+    class Two(Manual):
+        def configure_optimizers(self) -> Any:
+            return [self.make([param]) for param in self.net.parameters()][:2]
+
+    with pytest.raises(ValueError, match="DiagnosticsCallback needs one optimizer, got 2: make a"):
+        fit(
+            *(Two(OPTIMIZERS["sisa-paper"]), micro_batches(), tmp_path, DiagnosticsCallback()),
+            accumulate_grad_batches=1,
+        )

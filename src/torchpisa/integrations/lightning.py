@@ -136,8 +136,12 @@ class DiagnosticsCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to watch the optimizer."""
-        optimizer: Any
-        (optimizer,) = trainer.optimizers
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"DiagnosticsCallback needs one optimizer, got {len(trainer.optimizers)}: make a "
+                "torchpisa.diagnostics.Diagnostics for each that you want to watch"
+            )
+        optimizer: Any = trainer.optimizers[0]
         self._watch = Diagnostics(optimizer, every=self.every, callback=self._rows.append)
 
     def on_train_batch_end(
