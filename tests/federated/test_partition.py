@@ -254,9 +254,10 @@ def test_mixtures_have_the_moments_of_the_distribution() -> None:
     assert float(shares.var()) == pytest.approx(drawn, rel=0.25)
 
 
-def test_mixtures_of_given_sizes() -> None:
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+def test_mixtures_of_given_sizes(kind: Any) -> None:
     sizes = [1, 50, 3, 200]
-    parts = by_mixture(TEN, 4, 0.2, sizes=sizes)
+    parts = by_mixture(TEN, 4, 0.2, sizes=kind(sizes))
     assert list(parts.sizes) == sizes
     assert len(set(chain(*as_lists(parts)))) == sum(sizes)
 
@@ -267,6 +268,7 @@ def test_owners_have_what_is_theirs() -> None:
     assert as_lists(by_owner(owners, smallest=2)) == [[0, 2, 6], [1, 5]]
     assert as_lists(by_owner(iter([3, 3, 1]))) == [[0, 1], [2]]
     assert as_lists(by_owner(torch.tensor([3, 3, 1]))) == [[0, 1], [2]]
+    assert as_lists(by_owner(list(torch.tensor([3, 3, 1])))) == [[0, 1], [2]]
     assert as_lists(by_owner(np.array([3, 3, 1]))) == [[0, 1], [2]]
 
 
@@ -368,6 +370,18 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "smallest must be at most 2 (the most of one owner), got 3",
     ),
+    (lambda: by_owner([]), ValueError, "owners must hold the owner of at least one sample"),
+    (
+        lambda: by_owner(5),
+        TypeError,
+        "owners must be one owner per sample that can be hashed, got 5",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: by_owner([[1], [2]]),
+        TypeError,
+        "owners must be one owner per sample that can be hashed, got [[1], [2]]: unhashable",
+    ),  # type: ignore[list-item]
+    (lambda: by_owner(torch.zeros(3, 2)), TypeError, "owners must be one owner per sample that"),
     (lambda: by_mixture(TEN, 2, 0.0), ValueError, "alpha must be a finite number > 0, got 0.0"),
     (lambda: by_mixture(TEN, 601, 1.0), ValueError, "clients must be at most 600"),
     (
@@ -384,6 +398,21 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: by_mixture(TEN, 2, 1.0, sizes=[5, 600]),
         ValueError,
         "sizes must add up to at most 600 (the samples), got 605",
+    ),
+    (
+        lambda: by_mixture(TEN, 2, 1.0, sizes=20),  # type: ignore[arg-type]
+        TypeError,
+        "sizes must be one number per client, got 20",
+    ),
+    (
+        lambda: iid((torch.zeros(600, 4), TEN), 2),
+        TypeError,
+        "data must be a dataset or its length, got a pair of arrays",
+    ),
+    (
+        lambda: by_quantity([np.zeros((600, 4)), np.zeros(600)], 2, 1.0),
+        TypeError,
+        "data must be a dataset or its length, got a pair of arrays: give one of them",
     ),
     (lambda: iid(5, 6), ValueError, "clients must be at most 5 (5 samples, at least 1 per client)"),
     (lambda: iid(5, 0), ValueError, "clients must be an integer >= 1, got 0"),

@@ -20,7 +20,7 @@ import random
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence, Sized
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,8 +58,9 @@ def iid(data: Dataset[Any] | Sized | int, clients: int, *, seed: int = 0) -> Par
         >>> iid(10, clients=3)
         Parts(sizes=(4, 3, 3))
     """
-    _check_clients(clients, length(data), 1)
-    return split(data, clients, seed=seed)
+    n = _sample_count(data)
+    _check_clients(clients, n, 1)
+    return split(n, clients, seed=seed)
 
 
 def by_label(
@@ -205,7 +206,7 @@ def by_mixture(
     check_count("seed", seed, 0)
     if sizes is None:
         sizes = [n // clients + (i < n % clients) for i in range(clients)]
-    _check_sizes(sizes, clients, n)
+    sizes = _checked_sizes(sizes, clients, n)
     source = random.Random(hashed("mixtures", seed))
     stocks = [samples.tolist() for samples in _samples(kinds, counts, "by_mixture", seed)]
     shares: list[list[Tensor]] = [[] for _ in range(clients)]
@@ -227,7 +228,8 @@ def by_owner(owners: Iterable[Hashable], *, smallest: int = 1) -> Parts:
         smallest: owners with fewer samples are left out.
 
     Raises:
-        ValueError: no owner has so many.
+        TypeError: `owners` are not one owner per sample, or one cannot be hashed.
+        ValueError: there are no owners, or none has so many.
 
     Examples:
         >>> by_owner(["ann", "bob", "ann", "cy", "ann", "bob"], smallest=2).indices
@@ -235,13 +237,21 @@ def by_owner(owners: Iterable[Hashable], *, smallest: int = 1) -> Parts:
     """
     check_count("smallest", smallest)
     samples: dict[Hashable, list[int]] = {}
-    for index, owner in enumerate(owners):
-        if isinstance(owner, Tensor):  # two tensors are never the same key
-            owner = owner.item()
-        samples.setdefault(owner, []).append(index)
+    try:
+        for index, owner in enumerate(owners):
+            if isinstance(owner, Tensor):  # two tensors are never the same key
+                owner = owner.item()
+            samples.setdefault(owner, []).append(index)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"owners must be one owner per sample that can be hashed, got {reprlib.repr(owners)}: "
+            f"{error}"
+        ) from None
+    if not samples:
+        raise ValueError("owners must hold the owner of at least one sample, got none")
     parts = [own for own in samples.values() if len(own) >= smallest]
     if not parts:
-        most = max(map(len, samples.values()), default=0)
+        most = max(map(len, samples.values()))
         raise ValueError(f"smallest must be at most {most} (the most of one owner), got {smallest}")
     return Parts.from_indices(parts)
 
@@ -272,7 +282,7 @@ def by_quantity(
         >>> sum(parts.sizes), min(parts.sizes) >= 10
         (1000, True)
     """
-    n = length(data)
+    n = _sample_count(data)
     (sizes,) = _draw([n], clients, alpha, seed, smallest)
     return split(n, clients, sizes=sizes, seed=seed)
 
@@ -383,7 +393,21 @@ def _check_clients(clients: int, n: int, smallest: int) -> None:
         raise ValueError(f"clients must be {legal}, got {clients}")
 
 
-def _check_sizes(sizes: Sequence[int], clients: int, n: int) -> None:
+def _sample_count(data: Dataset[Any] | Sized | int) -> int:
+    """Return the number of samples; the length of a pair (inputs, targets) is another."""
+    pair = isinstance(data, tuple | list) and len(data) == 2
+    if pair and all(hasattr(part, "__array__") for part in cast(Sequence[Any], data)):
+        raise TypeError(
+            "data must be a dataset or its length, got a pair of arrays: give one of them"
+        )
+    return length(data)
+
+
+def _checked_sizes(sizes: Sequence[int], clients: int, n: int) -> list[int]:
+    if hasattr(sizes, "tolist"):
+        sizes = sizes.tolist()
+    if not isinstance(sizes, Sequence):
+        raise TypeError(f"sizes must be one number per client, got {sizes!r}")
     if len(sizes) != clients:
         raise ValueError(
             f"sizes must hold a number for each of {clients} clients, got {len(sizes)}"
@@ -392,6 +416,7 @@ def _check_sizes(sizes: Sequence[int], clients: int, n: int) -> None:
         check_count(f"sizes[{i}]", size)
     if sum(sizes) > n:
         raise ValueError(f"sizes must add up to at most {n} (the samples), got {sum(sizes)}")
+    return list(sizes)
 
 
 def _take(
