@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["cpu_multiplies_bfloat16", "ddp_hooks", "disable_dynamo", "is_flattened", "loss_scale"]
+__all__ += ["without_autocast"]
+
+# A context manager for all kinds of devices; `torch.autocast` is for one, and slow to enter.
+without_autocast = torch._C._DisableAutocast
 
 
 def ddp_hooks(model: "DistributedDataParallel") -> list[Callable[..., Any]]:

@@ -256,6 +256,25 @@ def test_conjugate_gradients_are_resolved(entry):
 
 
 @each
+@pytest.mark.parametrize("foreach", [None, False])
+def test_a_step_under_autocast_is_the_same(entry, foreach):
+    """Autocast would take the products of matrices in bfloat16."""
+    model, other = network(), network()
+    a, b = (entry(m.parameters(), foreach=foreach) for m in (model, other))
+    for k in range(6):
+        train(model, a, 1, start=k)
+        x, y = batch(k)
+        b.zero_grad()
+        nn.functional.cross_entropy(other(x), y).backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            b.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        b.flush()
+    a.flush()
+    assert torch.equal(weights(model), weights(other))
+
+
+@each
 def test_no_gradients_at_all(entry):
     p = nn.Parameter(torch.ones(3, 3))
     opt = entry.without_initial_consensus([p])

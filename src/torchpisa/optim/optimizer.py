@@ -17,7 +17,7 @@ from torchpisa.optim.accumulated import AccumulationWatch
 from torchpisa.optim.guard import Guard
 from torchpisa.optim.round import PROGRESS, Group, Round
 from torchpisa.optim.state import packed, unpacked
-from torchpisa.torch_private import disable_dynamo
+from torchpisa.torch_private import disable_dynamo, without_autocast
 
 __all__ = ["RoundOptimizer"]
 
@@ -135,12 +135,13 @@ class RoundOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        members = self._members(slot)
-        with Undo(self, self._needing_backup(members)):
-            self._step_batch(slot, members)
-            complete = self._finish_batch(slot, members)
-        if complete:
-            self._end_round(members)
+        with without_autocast():  # it would round the products of matrices
+            members = self._members(slot)
+            with Undo(self, self._needing_backup(members)):
+                self._step_batch(slot, members)
+                complete = self._finish_batch(slot, members)
+            if complete:
+                self._end_round(members)
         return loss
 
     @torch.no_grad()
@@ -155,12 +156,13 @@ class RoundOptimizer(Optimizer):
         self._report_nonfinite()
         self._accumulation.on_skip()
         slot = self._free_slot(batch)
-        members = self._members(slot)
-        with Undo(self, self._needing_backup(members)):
-            self._open_round()
-            complete = self._finish_batch(slot, members)
-        if complete:
-            self._end_round(members)
+        with without_autocast():
+            members = self._members(slot)
+            with Undo(self, self._needing_backup(members)):
+                self._open_round()
+                complete = self._finish_batch(slot, members)
+            if complete:
+                self._end_round(members)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -169,7 +171,9 @@ class RoundOptimizer(Optimizer):
         Does nothing between rounds. With a process group, all ranks call it or none.
         """
         self._report_nonfinite(wait=True)
-        if not self.synced:
+        if self.synced:
+            return
+        with without_autocast():
             members = self._members()
             with Undo(self, self._needing_backup(members)):
                 self._consensus(members)

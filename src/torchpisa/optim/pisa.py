@@ -31,6 +31,7 @@ from torchpisa.penalty import Gamma
 from torchpisa.preconditioners import Identity, Preconditioner
 from torchpisa.preconditioners.base import initial_state
 from torchpisa.state_keys import state_key
+from torchpisa.torch_private import without_autocast
 
 __all__ = ["PISA"]
 
@@ -479,7 +480,7 @@ class PISA(RoundOptimizer):
                 "backward() ran twice before step(), but the gradients of the first one have been "
                 "used already: accumulate gradients under model.no_sync(), all but the last"
             )
-        with Undo(self, self._needing_backup(reached)):
+        with without_autocast(), Undo(self, self._needing_backup(reached)):
             present = self._local_step(slot, reached, key, grad_scale, found_inf)
         if not present:
             for part, part_members in zip(self.parts(), reached, strict=True):
