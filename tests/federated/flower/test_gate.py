@@ -82,6 +82,24 @@ def node(link, door):
     return made
 
 
+def test_headers_of_any_bytes(door, link):
+    """A stranger cannot fill the log with exceptions."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(event):
+        sent.append(event)
+
+    headers = [(b"x-strange", b"\xff"), (b"flwr-timestamp", b"\xff")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/fleet/get-run", "headers": headers}
+    asyncio.run(door(scope, receive, send))
+    assert sent[0]["status"] == 401
+    assert link.seen == []
+    assert Node(door).call("get-run", strange=b"\xff") == 401  # the SuperLink's answer
+
+
 def test_supernodes_get_through(node, link):
     for call in gate._LIMITS:
         assert node.call(call) == (413 if call == "push-object" else 200)

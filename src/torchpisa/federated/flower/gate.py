@@ -126,7 +126,11 @@ class Gate:
         call = scope["path"].removeprefix(_PREFIX)
         if scope["method"] != "POST" or scope["path"] != _PREFIX + call or call not in _LIMITS:
             raise RefusedError(404, "not found")
-        headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
+        # HTTP's encoding, in which any byte is a character.
+        pairs = (
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        )
+        headers = {name.lower(): value for name, value in pairs}
         name = _signer(headers)
         node = self._node(name)
         limit = _LIMITS[call] if node.accepted else _SMALL
@@ -142,7 +146,11 @@ class Gate:
         answer = await self._client.post(
             scope["path"],
             content=body,
-            headers={key: value for key, value in headers.items() if key not in _DROPPED},
+            headers={
+                key.encode("latin-1"): value.encode("latin-1")
+                for key, value in headers.items()
+                if key not in _DROPPED
+            },
         )
         if answer.status_code == 200:
             node.accepted = True
