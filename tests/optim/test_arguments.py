@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.optim.table import BAD_COMMON, BAD_OWN, ENTRIES
 from torchpisa import MISA, NSISA, PISA, SISA
+from torchpisa.optim.arguments import Calibrated
 from torchpisa.preconditioners import Hessian, NewtonSchulz, Preconditioner, SecondMoment
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -92,6 +93,35 @@ def test_names_for_some_groups_only(entry):
     for opt, params in ((named, iter([("second", second)])), (plain, iter([second]))):
         opt.add_param_group({"params": params})
         assert [group["params"] for group in opt.param_groups] == [[first], [second]]
+
+
+@each
+def test_group_that_is_none(entry):
+    opt = entry([nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match="param_group must be a dict, got a list"):
+        opt.add_param_group([nn.Parameter(torch.ones(2))])
+
+
+@pytest.mark.parametrize("name", ["momentum", "sisa_momentum"])
+def test_momentum_written_into_a_group(name):
+    p = nn.Parameter(torch.ones(2))
+    opt = (SISA if name == "momentum" else NSISA)([p])
+    opt.param_groups[0][name] = 1.0
+    p.grad = torch.ones(2)
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match=rf"{name} must be in \[0, 1\), got 1\.0"):
+        opt.step()
+    assert_unchanged(opt, before)
+
+
+def test_a_subclass_takes_what_was_calibrated_for_its_base():
+    class Mine(SISA):
+        pass
+
+    p = nn.Parameter(torch.ones(2))
+    Mine([p], sigma=Calibrated(0.5, "SISA"), rho=10.0)
+    with pytest.raises(ValueError, match=r"sigma must be calibrated for SISA, got .* for NSISA"):
+        Mine([p], sigma=Calibrated(0.5, "NSISA"), rho=10.0)
 
 
 def test_empty_parameter_list_is_torchs_error():

@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.optim.test_arguments import assert_unchanged, snapshot
 from torchpisa import PISA
+from torchpisa.kernels.foreach import Foreach
 from torchpisa.preconditioners import Hessian, Identity, Preconditioner
 
 
@@ -93,6 +94,36 @@ def test_an_error_at_the_end_of_a_round(end):
     trap.falls = None
     getattr(opt, end)()
     assert opt.iteration == 1
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5])
+def test_what_an_interrupted_run_saves_loads(steps, monkeypatch):
+    """As by Ctrl-C, between two groups that torchpisa's own kernel steps."""
+    params = [nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    opt = PISA([{"params": [p]} for p in params], batches=3)
+    give_gradients(params, 1)
+    for _ in range(steps):
+        opt.step()
+    local_step, calls = Foreach.local_step, []
+
+    def interrupted(kernel, job):
+        calls.append(job)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        local_step(kernel, job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Foreach, "local_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            opt.step()
+    assert (opt.iteration, opt.batch) == divmod(steps, 3)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    other = PISA([{"params": [p]} for p in others], batches=3)
+    other.load_state_dict(opt.state_dict())
+    for _ in range(6):
+        give_gradients(params, 1), give_gradients(others, 1)
+        opt.step(), other.step()
+    assert all(map(torch.equal, params, others))
 
 
 def test_hessian_may_be_tried_again(monkeypatch):

@@ -341,6 +341,18 @@ def test_schedulers_that_cycle_momentum(entry, make):
     assert not torch.equal(weights(model), weights(network()))
 
 
+@each
+@pytest.mark.parametrize("foreach", [None, False])
+def test_rates_from_an_array(entry, foreach):
+    numpy = pytest.importorskip("numpy")
+    model, other = network(), network()
+    a, b = (entry(m.parameters(), foreach=foreach) for m in (model, other))
+    for k, lr in enumerate(numpy.linspace(0, 0.01, 6, dtype=numpy.float32)):
+        a.param_groups[0]["lr"], b.param_groups[0]["lr"] = lr, float(lr)
+        train(model, a, 1, start=k), train(other, b, 1, start=k)
+    assert torch.equal(weights(model), weights(other))
+
+
 def test_reduce_on_plateau():
     model = network()
     opt = SISA(model.parameters(), lr=torch.tensor(0.5))

@@ -303,6 +303,19 @@ def test_hooks_come_first_and_are_believed(entry):
     assert seen == [everything(other)]
 
 
+@each
+def test_hooks_of_saving_see_what_is_saved(entry):
+    opt, other, seen = made(entry, 4), made(entry, 0), []
+    opt.register_state_dict_pre_hook(lambda o: seen.append(o))
+    opt.register_state_dict_post_hook(lambda o, saved: seen.append(saved))
+    opt.register_state_dict_post_hook(lambda o, saved: {"opt": saved})
+    saved = opt.state_dict()["opt"]
+    assert seen[0] is opt
+    assert seen[1] is saved
+    other.load_state_dict(saved)
+    assert (other.iteration, other.batch) == (opt.iteration, opt.batch)
+
+
 def test_hook_that_raises():
     opt = SISA(parameters())
     before = everything(opt)

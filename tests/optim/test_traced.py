@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.optim.table import ENTRIES
-from torchpisa import SISA
+from torchpisa import MISA, SISA
 
 SOME = [entry for entry in ENTRIES if entry.name in ("pisa", "sisa-m3", "nsisa")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,6 +77,25 @@ def test_compiled_step_itself():
         for p, q in zip(ours, theirs, strict=True):
             p.grad = torch.randn_like(p) if k % 3 or p.dim() == 1 else None
             q.grad = None if p.grad is None else p.grad.clone()
+        step()
+        plain.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler record function")
+@pytest.mark.parametrize("cls", [SISA, MISA])
+def test_parameters_may_leave_a_group(cls):
+    ours, theirs = parameters(), parameters()
+    opt, plain = cls(ours), cls(theirs)
+    step = torch.compile(opt.step, backend="aot_eager", fullgraph=True)
+    for k in range(6):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        if k == 3:
+            opt.param_groups[0]["params"] = ours[1:]
+            plain.param_groups[0]["params"] = theirs[1:]
         step()
         plain.step()
     for p, q in zip(ours, theirs, strict=True):

@@ -21,6 +21,8 @@ __all__ = [
     "check_shared",
     "check_sigma",
     "check_without_sigma",
+    "copy_of_group",
+    "family",
     "has_peers",
     "normalize_penalties",
     "normalized",
@@ -64,13 +66,27 @@ def of_constructor(local_variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an optimizer's constructor, parameters apart, from its `locals()`."""
     params = local_variables["params"]
     if isinstance(params, nn.Module):
-        name = type(local_variables["self"]).__name__
+        name = family(type(local_variables["self"]))
         raise TypeError(
             f"params must be the parameters of a model, got the model, a {type(params).__name__}: "
             f"torchpisa.{name}(model.parameters()) or torchpisa.create({name.lower()!r}, model)"
         )
     others = ("self", "params", "__class__")
     return {name: value for name, value in local_variables.items() if name not in others}
+
+
+def family(optimizer: type) -> str:
+    """Return the name of an optimizer's class or, of a user's subclass, of the one it extends."""
+    return next(
+        cls.__name__ for cls in optimizer.__mro__ if cls.__module__.startswith("torchpisa.")
+    )
+
+
+def copy_of_group(param_group: object) -> dict[str, Any]:
+    """Return a copy of a parameter group; raise TypeError if it is not a dictionary, as torch."""
+    if not isinstance(param_group, dict):
+        raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
+    return dict(param_group)
 
 
 def has_peers(process_group: Any) -> bool:

@@ -269,7 +269,7 @@ class MISA(RoundOptimizer):
         for number, (group, group_members) in enumerate(
             zip(self.param_groups, members, strict=True)
         ):
-            lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+            lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else float(group["lr"])
             for member in group_members:
                 param, dual = member.param, member.state["dual"]
                 grad = member.grad if sums is None else sums[id(member.origin)]

@@ -1,6 +1,7 @@
 """Base class of all optimizers: rounds of batches, parameter groups, state and checkpoints."""
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, overload
@@ -194,6 +195,9 @@ class RoundOptimizer(Optimizer):
         """Return the parameters to restore if a step fails half-way."""
         return []
 
+    def _abandon_batch(self) -> None:
+        """Forget which parameters a batch has reached whose step failed half-way."""
+
     def _finish_batch(self, slot: int, members: list[list[Member]]) -> bool:
         """Mark a slot as used; take the consensus and return True if it was the last one."""
         self.round.used.add(slot)
@@ -310,6 +314,7 @@ class RoundOptimizer(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group, which joins the open round."""
+        param_group = arguments.copy_of_group(param_group)
         legal = {*self.defaults, *arguments.FOREIGN_KEYS}
         arguments.reject_unknown(param_group, legal, "a parameter group")
         first = self.param_groups[0] if self.param_groups else self.defaults
@@ -387,7 +392,17 @@ class RoundOptimizer(Optimizer):
 
         It may be taken in the middle of a round; a run resumed from it goes on bit for bit.
         """
-        return packed(super().state_dict(), self.round)
+        # Taken away for now, because they are to see the round too.
+        hooks = self._optimizer_state_dict_post_hooks
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        try:
+            state_dict = packed(super().state_dict(), self.round)
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        for after in hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -430,7 +445,7 @@ class Undo:
     Args:
         optimizer: its round and penalties are always restored.
         members: parameters to back up too, with their state. torchpisa's own kernels do not fail
-            half-way and need no backup; a user's preconditioner may.
+            half-way, unless they are interrupted, and need no backup; a user's preconditioner may.
     """
 
     def __init__(self, optimizer: "RoundOptimizer", members: Sequence[Member]) -> None:
@@ -477,6 +492,7 @@ class Undo:
         for group, name, value in self._penalties:
             group[name] = value
         if not self._members:
+            self._optimizer._abandon_batch()
             return
         for state, saved in self._states:
             for name, value in saved.items():

@@ -153,7 +153,8 @@ class PISA(RoundOptimizer):
 
     def _start(self, params: ParamsT, settings: Group) -> None:
         """Initialise the optimizer from the arguments of a subclass's constructor."""
-        arguments.reject_foreign_calibration(settings, type(self).__name__)
+        family = arguments.family(type(self))
+        arguments.reject_foreign_calibration(settings, family)
         settings = arguments.normalized(settings, arguments.FLOATS)
         check_count("batches", settings["batches"])
         arguments.check_shared(settings)
@@ -169,7 +170,7 @@ class PISA(RoundOptimizer):
         settings["weights"] = shares(settings["weights"], settings["batches"])
         self._check_group(settings)
         if settings["sigma"] is not None:
-            arguments.warn_about_absolute_lr(settings["lr"], type(self).__name__)
+            arguments.warn_about_absolute_lr(settings["lr"], family)
         super().__init__(params, settings)
 
     def reset_unsaved(self) -> None:
@@ -368,6 +369,13 @@ class PISA(RoundOptimizer):
             if not part.built_in:  # a user's preconditioner may raise half-way
                 return [member for part_members in members for member in part_members]
         return []
+
+    def _abandon_batch(self) -> None:
+        if self.peers is None:
+            slots = self.round.packed()["visited"]
+            for state in self.state.values():
+                if "arrived" in state:
+                    state["arrived"] &= slots
 
     def _members(self, slot: int | None = None) -> list[list[Member]]:
         if slot is not None and self.peers is not None:

@@ -125,6 +125,8 @@ class Part:
         group = self.group
         if group[self.rule.sigma] is None:
             momentum: float = group[self.rule.momentum]
+            if not 0 <= momentum < 1:
+                check_range(self.rule.momentum, momentum, 0, 1, high_open=True)
             return [momentum / (1 - momentum)] * group["batches"]
         value = group[self.rule.rho]
         return value if isinstance(value, list) else [value] * group["batches"]
@@ -137,6 +139,7 @@ class Part:
             lr = lr.reshape(())
         elif not (type(lr) is float and 0 <= lr < torch.inf):
             check_range("lr", lr, 0, high_open=True)
+            lr = float(lr)  # not numpy's float32, which kernels would not know
         if self.rule.lr and self.sigma_follows:
             lr = lr * self.group[self.rule.lr]
         scalar: Scalar = lr

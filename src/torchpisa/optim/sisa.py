@@ -144,7 +144,7 @@ class SISA(PISA):
         A group may give sigma where the optimizer does not, or the other way round. Its default lr
         is then the one that goes with its own choice.
         """
-        group = dict(param_group)
+        group = arguments.copy_of_group(param_group)
         given = group.get("sigma", self.defaults["sigma"]) is not None
         if given != (self.defaults["sigma"] is not None):
             several = self.batches != 1 or self.peers is not None
