@@ -40,16 +40,16 @@ class _Corrupted:
         self._first: Message | None = None
 
     def round(
-        self, down: Message, present: Sequence[int], iteration: int, late: Collection[int] = ()
+        self, down: Message, present: Sequence[int], iteration: int, separate: Collection[int] = ()
     ) -> RoundResult:
         done = self._honest.round(down, present, iteration, set(present))
-        updates = dict(done.late)
+        updates = dict(done.separate)
         if self._client in updates:
             self._first = self._first or updates[self._client]
             updates[self._client] = self._lie(updates[self._client], self._first)
         total = None
         for client in present:
-            if client not in late:
+            if client not in separate:
                 total = add(total, updates[client], self._alphas[client])
-        held = {client: updates[client] for client in present if client in late}
-        return done._replace(total=total, late=held)
+        held = {client: updates[client] for client in present if client in separate}
+        return done._replace(total=total, separate=held)

@@ -459,16 +459,22 @@ def test_a_round_that_was_interrupted_before_anything_changed() -> None:
             raise KeyboardInterrupt
         return half_square(outputs, targets)
 
-    run = Simulation(straight(), least_squares(), SISA(), loss=loss, batched=True)
+    def simulation() -> Simulation:
+        timing = Timing(lambda client, iteration: 1 + client * iteration % 3, deadline=2.5)
+        clients = least_squares()
+        return Simulation(straight(), clients, SISA(), loss=loss, batched=True, timing=timing)
+
+    run = simulation()
     run.run(3, progress=False)
     stop = True
     with pytest.raises(KeyboardInterrupt):
         run.run(6, progress=False)
     stop = False
     run.run(6, progress=False)
-    whole = Simulation(straight(), least_squares(), SISA(), loss=loss, batched=True)
+    whole = simulation()
     whole.run(6, progress=False)
     assert torch.equal(flat(run.server.weights), flat(whole.server.weights))
+    assert (run.counts, run.time) == (whole.counts, whole.time)
 
 
 def test_without_a_checkpoint_a_log_begins_anew(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ class Counts:
     bytes_down: int = 0
 
 
-class LateUpdate(NamedTuple):
-    """An update that has not arrived at the server yet.
+class SentUpdate(NamedTuple):
+    """An update on its way to the server.
 
     Attributes:
         arrival: the virtual time of its arrival.
@@ -175,7 +175,7 @@ class Simulation:
         self.counts = Counts()
         self.time = 0.0
         self._timing = timing
-        self._under_way: dict[int, LateUpdate] = {}
+        self._under_way: dict[int, SentUpdate] = {}
         self._seed = seed
         self._participation = participation
         self._sizes = [sample_count(data) for data in clients]
@@ -265,31 +265,31 @@ class Simulation:
         self._refuse_if_interrupted()
         server = self.algorithm.open(self.server)
         present = self.present(server.iteration)
-        arrivals = self._wait(present, server.iteration)
+        arrivals, end = self._round_times(present, server.iteration)
         running = [client for client in present if arrivals[client] < math.inf]
-        late = {client for client in running if arrivals[client] > self.time}
-        # Updates to be judged, or protected by noise, are handled one by one, like late ones.
         one_by_one = self._judge is not None or self._privacy is not None
-        single = set(running) if one_by_one else late
+        # Late updates, and those to be judged or protected by noise, are not summed up at once.
+        separate = {c for c in running if one_by_one or arrivals[c] > end}
         total: Message | None = None
         if present:
             down = self.algorithm.broadcast(server)
-            self.counts.bytes_down += down.bytes * len(present)
             if running:
                 before = self._memory.load(running) if one_by_one else None
                 with torch.enable_grad():
-                    done = self._clients.round(down, running, server.iteration, single)
+                    done = self._clients.round(down, running, server.iteration, separate)
                 total = done.total
                 self.counts.gradients += done.work.gradients
                 self.counts.samples += done.work.samples
                 self.counts.bytes_up += done.sent
-                sent = self._sent(done.late, running, before, server.iteration)
-                self._under_way |= {c: LateUpdate(arrivals[c], *sent[c]) for c in sorted(single)}
-        arrived = {c: late for c, late in self._under_way.items() if late.arrival <= self.time}
+                sent = self._sent(done.separate, running, before, server.iteration)
+                self._under_way |= {c: SentUpdate(arrivals[c], *sent[c]) for c in sorted(separate)}
+            self.counts.bytes_down += down.bytes * len(present)
+        self.time = end
+        arrived = {c: update for c, update in self._under_way.items() if update.arrival <= end}
         for client in arrived:
             del self._under_way[client]
         self._reject(server, arrived, running)
-        accepted = [client for client in running if client not in single]
+        accepted = [client for client in running if client not in separate]
         for client, (_, update, _) in arrived.items():
             if client not in self.rejected:
                 total = add(total, update, float(self._alphas[client]))
@@ -343,7 +343,7 @@ class Simulation:
         return sent
 
     def _reject(
-        self, server: ServerState, arrived: dict[int, LateUpdate], running: Sequence[int]
+        self, server: ServerState, arrived: dict[int, SentUpdate], running: Sequence[int]
     ) -> None:
         """Reject updates that the judge suspects, and reset the memory of their clients."""
         self.rejected = {}
@@ -377,16 +377,17 @@ class Simulation:
                 self.server = without_contribution(self.server, contribution, share, 1.0, 1.0)
                 self._memory.save([int(name)], tree_map(lambda t: t[None], self._initial))
 
-    def _wait(self, present: Sequence[int], iteration: int) -> dict[int, float]:
-        """Advance the virtual time by a round, and return when its updates arrive."""
+    def _round_times(
+        self, present: Sequence[int], iteration: int
+    ) -> tuple[dict[int, float], float]:
+        """Return the virtual times at which a round's updates arrive, and at which it ends."""
         timing = self._timing
         earlier = [update.arrival for update in self._under_way.values()]
         if timing is None:  # updates may be under way after loading the state of a run with one
-            self.time = max([self.time, *earlier])
-            return dict.fromkeys(present, self.time)
+            end = max([self.time, *earlier])
+            return dict.fromkeys(present, end), end
         arrivals = {client: timing.arrival(self.time, client, iteration) for client in present}
-        self.time = timing.end(self.time, [*earlier, *arrivals.values()])
-        return arrivals
+        return arrivals, timing.end(self.time, [*earlier, *arrivals.values()])
 
     @torch.no_grad()
     def _copy_weights_into_model(self) -> None:
@@ -502,9 +503,9 @@ class Simulation:
             "counts": dataclasses.asdict(self.counts),
             "time": self.time,
             "under_way": [
-                {"client": client, "arrival": late.arrival, **late.update._asdict()}
-                | ({} if late.before is None else {"before": late.before})
-                for client, late in self._under_way.items()
+                {"client": client, "arrival": sent.arrival, **sent.update._asdict()}
+                | ({} if sent.before is None else {"before": sent.before})
+                for client, sent in self._under_way.items()
             ],
         }
         if self._judge is not None:
@@ -527,10 +528,10 @@ class Simulation:
         self.counts = Counts(**copied["counts"])
         self.time = copied["time"]
         self._under_way = {
-            late["client"]: LateUpdate(
-                late["arrival"], Message(late["tensors"], late["numbers"]), late.get("before")
+            sent["client"]: SentUpdate(
+                sent["arrival"], Message(sent["tensors"], sent["numbers"]), sent.get("before")
             )
-            for late in copied["under_way"]
+            for sent in copied["under_way"]
         }
         if self._judge is not None:
             self._judge.load_state_dict(copied["judge"])

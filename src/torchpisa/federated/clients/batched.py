@@ -179,9 +179,9 @@ class BatchedClients:
         }
 
     def round(
-        self, down: Message, present: Sequence[int], iteration: int, late: Collection[int] = ()
+        self, down: Message, present: Sequence[int], iteration: int, separate: Collection[int] = ()
     ) -> RoundResult:
-        """Run the clients that are present, and sum up the updates of those that are not late."""
+        """Run the clients that are present, and sum up all updates but the `separate` ones."""
         self._objective.model.train()
         numbers = {  # torch.full, because the host would wait for a copy
             name: torch.full((), float(value), dtype=torch.float64, device=self._device)
@@ -189,7 +189,7 @@ class BatchedClients:
         }
         down = Message(down.tensors, numbers)
         total: Message | None = None
-        late_updates: dict[int, Message] = {}
+        separate_updates: dict[int, Message] = {}
         sent, gradients, samples = 0, 0, 0
         for group, plan in self._plans(present, iteration):
             gradients += plan.work.gradients
@@ -197,12 +197,12 @@ class BatchedClients:
             update = self._run_group(down, group, plan)
             sent += update.bytes
             for row, client in enumerate(group):
-                if client in late:
-                    late_updates[client] = tree_map(lambda t, row=row: t[row].clone(), update)
-            summed = self._weighted_sum(update, group, plan, late)
+                if client in separate:
+                    separate_updates[client] = tree_map(lambda t, row=row: t[row].clone(), update)
+            summed = self._weighted_sum(update, group, plan, separate)
             if summed is not None:
                 total = summed if total is None else tree_map(torch.add, total, summed)
-        return RoundResult(total, late_updates, sent, RoundWork(gradients, samples))
+        return RoundResult(total, separate_updates, sent, RoundWork(gradients, samples))
 
     def _plans(
         self, present: Sequence[int], iteration: int
@@ -318,14 +318,14 @@ class BatchedClients:
         return cast(Fields, tree_map(lambda a, b: torch.where(count > 0, a, b), new, carry))
 
     def _weighted_sum(
-        self, update: Message, clients: list[int], plan: RoundPlan, late: Collection[int]
+        self, update: Message, clients: list[int], plan: RoundPlan, separate: Collection[int]
     ) -> Message | None:
         alphas = self._alphas[plan.clients]
-        in_time = [row for row, client in enumerate(clients) if client not in late]
-        if not in_time:
+        summed = [row for row, client in enumerate(clients) if client not in separate]
+        if not summed:
             return None
-        if len(in_time) < len(clients):
-            rows = torch.tensor(in_time, device="cpu").to(self._device)
+        if len(summed) < len(clients):
+            rows = torch.tensor(summed, device="cpu").to(self._device)
             alphas, update = alphas[rows], tree_map(lambda t: t[rows], update)
         return cast(
             Message,

@@ -32,15 +32,15 @@ class RoundResult(NamedTuple):
     """The result of a round at its clients.
 
     Attributes:
-        total: the sum of alpha times the update over the clients that are not late; None if all
-            are.
-        late: the updates of late clients, by client.
+        total: the sum of alpha times the update, over the clients that are not separate; None if
+            all are.
+        separate: the updates that are not in the sum, by client.
         sent: the bytes that all clients sent.
         work: the cost of the round.
     """
 
     total: Message | None
-    late: dict[int, Message]
+    separate: dict[int, Message]
     sent: int
     work: RoundWork
 

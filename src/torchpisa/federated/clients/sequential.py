@@ -43,11 +43,11 @@ class SequentialClients:
         self._memory = memory
 
     def round(
-        self, down: Message, present: Sequence[int], iteration: int, late: Collection[int] = ()
+        self, down: Message, present: Sequence[int], iteration: int, separate: Collection[int] = ()
     ) -> RoundResult:
-        """Run the clients that are present, and sum up the updates of those that are not late."""
+        """Run the clients that are present, and sum up all updates but the `separate` ones."""
         total: Message | None = None
-        late_updates: dict[int, Message] = {}
+        separate_updates: dict[int, Message] = {}
         sent, gradients, samples = 0, 0, 0
         for client in present:
             loaded: Fields = tree_map(lambda t: t[0], self._memory.load([client]))
@@ -64,8 +64,8 @@ class SequentialClients:
             sent += update.bytes
             gradients += work.gradients
             samples += work.samples
-            if client in late:
-                late_updates[client] = update
+            if client in separate:
+                separate_updates[client] = update
             else:
                 total = add(total, update, self._alphas[client])
-        return RoundResult(total, late_updates, sent, RoundWork(gradients, samples))
+        return RoundResult(total, separate_updates, sent, RoundWork(gradients, samples))
