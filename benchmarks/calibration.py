@@ -23,6 +23,7 @@ import torch
 
 import torchpisa
 from benchmarks import environment
+from benchmarks.pool import end_with_parent
 from benchmarks.tasks import STEPS, TASKS, Task, fit
 from torchpisa.tuning import calibrate
 
@@ -206,7 +207,7 @@ def main() -> None:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(args.workers, get_context("spawn"), end_with_parent) as pool:
 
         def do(jobs: list[tuple[Any, ...]]) -> None:
             futures = [pool.submit(train, *job, args.data, args.device) for job in jobs]

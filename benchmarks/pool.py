@@ -3,19 +3,35 @@
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import environment
 
-__all__ = ["append_lines", "read_lines"]
+__all__ = ["append_lines", "end_with_parent", "read_lines"]
 
 Item = TypeVar("Item")
 Line = dict[str, Any]
+
+
+def end_with_parent() -> None:
+    """Let this process end as soon as the one that started it is gone.
+
+    A signal may leave that one no time to end the others, which would wait for work for ever.
+    """
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -55,7 +71,9 @@ def append_lines(
     torn = path.is_file() and not path.read_bytes().endswith(b"\n")
     with (
         path.open("a") as file,
-        ProcessPoolExecutor(min(jobs, max(1, total)), get_context("spawn")) as pool,
+        ProcessPoolExecutor(
+            min(jobs, max(1, total)), get_context("spawn"), end_with_parent
+        ) as pool,
     ):
         file.write("\n" if torn else "")
         while running or waiting:

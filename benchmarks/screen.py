@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks import environment
 from benchmarks.digits import CLIENTS, digits
+from benchmarks.pool import end_with_parent
 from torchpisa.data import Parts, permutation
 from torchpisa.federated import MISA, SISA, FedAvg, FullGradient, Scaffold, accuracy
 from torchpisa.federated.algorithms.base import Algorithm, Fields, Message, add
@@ -175,7 +176,7 @@ def main() -> None:
         *product(SPREADS, ALGORITHMS, LIES, ("standing",), LIMITS),
     ]
     workers = max(1, (os.cpu_count() or 2) - 1)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), end_with_parent) as pool:
         runs = list(pool.map(run, *zip(*jobs, strict=True)))
     result = {
         "script": "benchmarks/screen.py",

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 import torchpisa
 from benchmarks import environment
+from benchmarks.pool import end_with_parent
 from benchmarks.tasks import digits_mlp, load_digits_split
 from torchpisa.data import Parts, RoundSampler, split
 
@@ -90,7 +91,7 @@ def main() -> None:
     if args.show:
         print(table(json.loads(args.show.read_text())["runs"]))
         return
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), end_with_parent) as pool:
         runs = [run for runs in pool.map(train, *zip(*GRID, strict=True)) for run in runs]
     device, versions = environment.device_name("cpu"), environment.versions()
     header = {"device": device, "versions": versions, "gradients": GRADIENTS}

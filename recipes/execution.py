@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import environment
+from benchmarks.pool import end_with_parent
 from recipes import logs, ranks
 from recipes.datasets import CorruptFileError
 from recipes.recipe import Line
@@ -72,7 +73,8 @@ class Runs:
 
         Raises:
             RuntimeError: runs failed; the others were done before it is raised.
-        FileNotFoundError, CorruptFileError: runs failed for want of data.
+            OSError, CorruptFileError: runs failed for want of data or of room on the disk.
+            BlockingIOError: another command is doing one of the runs; none was begun.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         places = {name: f"{i}/{len(names)} {name}" for i, name in enumerate(names, start=1)}
@@ -83,13 +85,15 @@ class Runs:
             else:
                 missing.append(name)
         missing = ranks.agree(missing)
-        if self.jobs > 1 and missing:
-            failed = self.run_in_processes(missing, places)
-        else:
-            failed = self.run_in_turn(missing, places)
+        logged = missing if ranks.rank() == 0 else []  # the first process keeps the logs
+        with logs.reserved(self.folder, logged):
+            if self.jobs > 1 and missing:
+                failed = self.run_in_processes(missing, places)
+            else:
+                failed = self.run_in_turn(missing, places)
         if failed:
             first = next(iter(failed.values()))
-            if isinstance(first, FileNotFoundError | CorruptFileError):  # its message says it all
+            if isinstance(first, OSError | CorruptFileError):  # its message says it all
                 raise first
             raise RuntimeError(f"{len(failed)} runs failed: {', '.join(failed)}") from first
 
@@ -99,7 +103,7 @@ class Runs:
         for name in names:
             try:
                 self.run_one(name, Progress(places[name], self.expected_lines(name)))
-            except (FileNotFoundError, CorruptFileError):  # the others would not find it either
+            except (OSError, CorruptFileError):  # the others would fail likewise
                 raise
             except Exception as error:
                 failed[name] = error
@@ -118,9 +122,10 @@ class Runs:
         overall = OverallProgress(
             {name: (self.path(name), self.expected_lines(name)) for name in names}
         )
+        others = active_children()
         # Spawned, because a forked process cannot use a GPU that its parent has used.
         with ProcessPoolExecutor(
-            min(self.jobs, len(names)), get_context("spawn"), share_threads, (self.jobs,)
+            min(self.jobs, len(names)), get_context("spawn"), start_worker, (self.jobs,)
         ) as pool:
             futures: dict[Future[None], str] = {}
             for name in names:
@@ -138,7 +143,8 @@ class Runs:
                             print_line(f"{places[name]}: {error!r}")
                     overall.show()
             except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
+                for worker in set(active_children()) - set(others):
+                    worker.kill()  # or the pool would wait for the runs under way
                 raise
         return failed
 
@@ -184,14 +190,10 @@ class TimeLimitError(Exception):
 
 
 def until_deadline(lines: Iterator[Line], deadline: float | None) -> Iterator[Line]:
-    """Yield the lines until the deadline has passed; then raise TimeLimitError.
-
-    Likewise when the process that started this one is gone: the command may be given once more.
-    """
-    parent = parent_process()
+    """Yield the lines until the deadline has passed; then raise TimeLimitError."""
     for line in lines:
         yield line
-        if is_over(deadline) or (parent is not None and not parent.is_alive()):
+        if is_over(deadline):
             if isinstance(lines, Generator):
                 lines.close()  # which saves a checkpoint
             raise TimeLimitError
@@ -208,6 +210,12 @@ def tee(first: Callable[[Line], None], second: Callable[[Line], None]) -> Callab
         second(line)
 
     return report
+
+
+def start_worker(jobs: int) -> None:
+    """Prepare one of several processes that do runs."""
+    end_with_parent()
+    share_threads(jobs)
 
 
 def share_threads(jobs: int) -> None:

@@ -1,15 +1,22 @@
 """The log of a run as JSON lines: a header, what the run yields, and the seconds at the end."""
 
+import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
 from recipes.recipe import Line
 
-__all__ = ["TensorBoardLog", "read", "record"]
+__all__ = ["TensorBoardLog", "read", "record", "reserved"]
 
 
 def record(
@@ -23,6 +30,34 @@ def record(
             file.write(json.dumps(line) + "\n")
             report(line)
         file.write(json.dumps({"seconds": round(time.perf_counter() - start, 2)}) + "\n")
+
+
+@contextlib.contextmanager
+def reserved(folder: Path, names: Iterable[str]) -> Iterator[None]:
+    """Keep other commands from doing runs, as long as this process is alive and in the context.
+
+    The system drops the locks when the process ends, however it ends. Windows, and file systems
+    without locks, keep nobody away.
+
+    Args:
+        folder: the folder of the logs.
+        names: the names of the runs. Each locks one byte of a file beside the folder.
+
+    Raises:
+        BlockingIOError: another command is doing one of them.
+    """
+    with folder.with_name(f".{folder.name}.lock").open("ab") as file:
+        for name in names if fcntl is not None else ():
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(name.encode()))
+            except (BlockingIOError, PermissionError):
+                raise BlockingIOError(
+                    f"{folder / name}.jsonl is being written by another command. Wait for its end, "
+                    "or choose other runs with --only or another folder with --out"
+                ) from None
+            except OSError:  # no locks here
+                break
+        yield
 
 
 def read(path: Path, **expected: Any) -> dict[str, Any] | None:

@@ -3,17 +3,16 @@
 import json
 import os
 import tempfile
-import threading
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 from torch.multiprocessing import start_processes
+
+from benchmarks.pool import end_with_parent
 
 __all__ = ["LOOPBACK", "start"]
 
@@ -45,7 +44,7 @@ def start(work: Callable[..., Any], processes: int, *args: object) -> Any:
 def _main(
     rank: int, processes: int, folder: str, work: Callable[..., Any], args: tuple[object, ...]
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
     if LOOPBACK.exists():
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whose bytes are counted
@@ -63,11 +62,3 @@ def _main(
     distributed.destroy_process_group()
     # A normal exit may abort while a thread of gloo still holds a tensor.
     os._exit(0)
-
-
-def _end_with_parent() -> None:
-    """End this process with its parent, which a signal may leave no time to end its children."""
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)

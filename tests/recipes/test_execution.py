@@ -1,21 +1,25 @@
 """Runs in several processes, chosen ones, and what a recipe adds to the command."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from recipes import __main__ as command
-from recipes import execution, logs
+from recipes import logs
 from recipes.datasets import CorruptFileError
 from recipes.execution import Runs, format_duration, logged_lines, progress_text, share_threads
 from recipes.recipe import Check, Line, Recipe, Results
+from tests.distributed.processes import TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -117,16 +121,81 @@ def test_data_that_is_damaged_ends_several_jobs(monkeypatch: pytest.MonkeyPatch)
         command.main(["toy", "--device", "cpu", "--jobs", "2"])
 
 
-@pytest.mark.usefixtures("toy")
-def test_a_run_stops_when_the_command_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process was started by one that was killed."""
-    monkeypatch.setattr(
-        execution, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False)
+def rest(config: Size, settings: Slope, **options: str) -> Iterator[Line]:
+    """Log where the run is done, and then nothing more."""
+    yield {"process": os.getpid()}
+    time.sleep(10 * TIMEOUT)
+
+
+def give_resting_command(*words: str) -> None:
+    command.RECIPES["toy"] = dataclasses.replace(TOY, run=rest)
+    command.main(["toy", "--device", "cpu", *words])
+
+
+@contextlib.contextmanager
+def resting_command(
+    words: Sequence[str], names: Sequence[str]
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Give a command; yield its process and that of the last run, once all of the runs rest."""
+    code = f"from {__name__} import give_resting_command as give; give(*{list(words)})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stderr=subprocess.DEVNULL,
     )
-    command.main(["toy", "--device", "cpu", "--only", "flat"])
-    log = Path("runs/small/toy/flat.jsonl").read_text(encoding="utf-8")
-    assert len(log.splitlines()) == 2  # the header and one line of three
-    assert load()["missing"] == list(PLAN)
+    try:
+        paths = [Path(f"runs/small/toy/{name}.jsonl") for name in names]
+        wait_until(lambda: all(path.is_file() and logged_lines(path) for path in paths))
+        line = paths[-1].read_text(encoding="utf-8").splitlines()[1]
+        yield process, json.loads(line)["process"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process that may be nobody's child has ended."""
+    stat = Path(f"/proc/{process}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_command_ends_its_processes(number: signal.Signals) -> None:
+    with resting_command(["--jobs", "2"], ["flat", "steep"]) as (process, worker):
+        assert worker != process.pid
+        assert not has_ended(worker)
+        process.send_signal(number)
+        assert process.wait(TIMEOUT) == -number
+        wait_until(lambda: has_ended(worker))
+
+
+@pytest.mark.skipif(logs.fcntl is None, reason="no locks")
+@pytest.mark.usefixtures("toy")
+def test_a_run_that_another_command_does_is_refused_before_any_begins() -> None:
+    path = Path("runs/small/toy/steep.jsonl")
+    with resting_command(["--only", "steep*"], ["steep"]):
+        before = path.read_text(encoding="utf-8")
+        for words in ([], ["--jobs", "2"], ["--only", "steeper"]):  # steeper waits for its turn
+            with pytest.raises(SystemExit, match=r"steep.*is being written by another command"):
+                command.main(["toy", "--device", "cpu", *words])
+        assert not Path("runs/small/toy/flat.jsonl").exists()
+        command.main(["toy", "--device", "cpu", "--only", "flat"])
+        assert list(load()["runs"]) == ["flat"]
+        assert path.read_text(encoding="utf-8") == before
+    command.main(["toy", "--device", "cpu"])  # the other one was killed
+    assert list(load()["runs"]) == list(PLAN)
 
 
 @pytest.mark.usefixtures("toy")
