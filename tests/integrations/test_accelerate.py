@@ -148,6 +148,24 @@ def test_every_micro_batch_is_clipped():
     assert_equal(net, plain(make, batches, max_norm=0.2))
 
 
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_clipping_returns_the_norm(scale):
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    net = model()
+    made = prepare(OPTIMIZERS["sisa-paper"], net, micro_batches(2 * STEPS), scaler=scaler)
+    accelerator, _, net, optimizer, loader, _ = made
+    params = list(net.parameters())
+    for batch in loader:
+        with accelerator.accumulate(net):
+            grads = torch.autograd.grad(net(**batch)["loss"], params, allow_unused=True)
+            expected = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
+            accelerator.backward(net(**batch)["loss"])
+            norm = accelerator.clip_grad_norm_(params, 0.2)
+            torch.testing.assert_close(norm, expected)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @every_optimizer
 @pytest.mark.parametrize("max_norm", [0.0, 0.2])
 def test_scaled_losses(make, max_norm):

@@ -99,6 +99,21 @@ def test_without_the_mixin_a_window_is_one_batch(tmp_path):
     assert optimizer.iteration == WINDOWS // STEPS
 
 
+def test_another_optimizer_after_one_with_several_batches(tmp_path):
+    ends = []
+    for before in (["sisa"], []):
+        net = model()
+        made = trainer(tmp_path, net, None, micro_batches(2 * STEPS))
+        for name in before:
+            made.optimizer = OPTIMIZERS[name](net.parameters())
+            made.train()
+            net.load_state_dict(model().state_dict())
+        made.optimizer, made.lr_scheduler = torch.optim.SGD(net.parameters(), lr=1e-2), None
+        made.train()
+        ends.append(net)
+    assert_equal(*ends, rtol=0.0)
+
+
 @pytest.mark.parametrize("name", ["misa", "adamw"])
 def test_one_batch_is_as_without_the_mixin(name, tmp_path):
     ends = []

@@ -137,6 +137,9 @@ def test_bad_arguments() -> None:
         ResidualBalancing(opt, every=0)
     with pytest.raises(ValueError, match="iterations must be an integer >= 40, got 10"):
         Restart(nn.Linear(1, 1), opt, iterations=10)
+    forgetful = SISA([nn.Parameter(torch.ones(3))], sigma=0.5, dual_decay=0)
+    with pytest.raises(ValueError, match=r"dual_decay must be in \(0, 1\], got 0"):
+        ResidualBalancing(forgetful)
     net = nn.Linear(1, 1)
     for wrong in (MISA(net.parameters()), torch.optim.AdamW(net.parameters()), net):
         expected = f"optimizer must be a PISA, SISA or NSISA, .* got {type(wrong).__name__}"

@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from torchpisa.integrations.accumulation import MicroBatches, takes_batches
@@ -84,13 +85,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
     ) -> Any:
-        """Clip the gradients of a micro-batch by their norm."""
+        """Clip the gradients of a micro-batch by their norm, and return it."""
         if self.sync_gradients or not self._taking:
             self._remark()
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         params = list(parameters)
         self._clip(lambda: torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type))
-        return None
+        norm = get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+        return norm if self.scaler is None else norm / self.scaler.get_scale()
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """Clip the gradients of a micro-batch by their values."""

@@ -79,9 +79,10 @@ class MicroBatchMixin:
 
     def _micro_batches(self) -> MicroBatches | None:
         optimizer = self._optimizer()
-        if self._micro is not None and self._micro.optimizer is optimizer:
-            return self._micro
-        if takes_batches(optimizer, self.args.gradient_accumulation_steps):  # type: ignore[attr-defined]
+        if self._micro is not None and self._micro.optimizer is not optimizer:
+            self._micro = None
+        steps = self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if self._micro is None and takes_batches(optimizer, steps):
             self._micro = MicroBatches(optimizer, scaler=self.accelerator.scaler)  # type: ignore[attr-defined]
         return self._micro
 

@@ -153,6 +153,11 @@ class ResidualBalancing:
         check_range("ratio", ratio, 1, high_open=True)
         check_range("factor", factor, 1, low_open=True, high_open=True)
         _check_sigma_is_given(optimizer)
+        if not all(group["dual_decay"] for group in optimizer.param_groups):
+            raise ValueError(
+                "dual_decay must be in (0, 1], got 0: the duals, from which residuals are "
+                "computed, are not kept"
+            )
         self._optimizer = optimizer
         self._ratio = ratio
         self._factor = factor
