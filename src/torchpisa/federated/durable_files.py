@@ -15,7 +15,16 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-__all__ = ["DamagedFileError", "generation", "load", "previous", "replace", "save"]
+__all__ = [
+    "DamagedFileError",
+    "generation",
+    "load",
+    "previous",
+    "private_folder",
+    "replace",
+    "save",
+    "sync_folder",
+]
 
 _HEADER = "torchpisa-file 1 {digest:64} {generation:020d}\n"
 _HEADER_SIZE = len(_HEADER.format(digest="", generation=0))

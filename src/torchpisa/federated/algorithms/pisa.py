@@ -169,6 +169,7 @@ class Penalised(Algorithm):
         sigma, rho = down.numbers["sigma"], down.numbers["rho"]
         count: Scalar = carry["step"]["step"] + 1 if "step" in carry else 1
         grad = self.decayed(grad, point)
+        kinds = [kind for kind in carry if kind not in _NOT_STATE]
         problems, states = [], []
         for name, g in grad.items():
             dual = memory["dual"][name]
@@ -185,15 +186,15 @@ class Penalised(Algorithm):
                     step=count,
                 )
             )
-            states.append({kind: carry[kind][name] for kind in carry.keys() - _NOT_STATE})
+            states.append({kind: carry[kind][name] for kind in kinds})
         solved = dict(zip(grad, solve_for_deltas(solver, problems, states), strict=True))
         deltas = {name: carry["delta"][name] + delta for name, (delta, _) in solved.items()}
-        new = {"delta": deltas, "moved": self.moved(down, carry["moved"], deltas)}
-        for kind in carry.keys() - _NOT_STATE:
+        new = {"moved": self.moved(down, carry["moved"], deltas), "delta": deltas}
+        for kind in kinds:
             new[kind] = {name: state[kind] for name, (_, state) in solved.items()}
         if "step" in carry:
             new["step"] = {"step": cast(Tensor, count)}
-        return {kind: new[kind] for kind in carry if kind in new}
+        return new
 
     def moved(self, down: Message, moved: Tensors, deltas: Tensors) -> Tensors:
         r"""Return \(w_i - w\) after a local step.

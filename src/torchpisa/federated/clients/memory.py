@@ -24,10 +24,7 @@ __all__ = ["FileMemoryStore", "MemoryStore", "TensorMemoryStore"]
 
 FILE = "clients.memory"
 MAGIC = b"torchpisa-memory 1\n"
-RUN_AT, PINNED_AT = (
-    64,
-    128,
-)  # in the first page: who wrote the file, and whether a state refers to it
+RUN_AT, PINNED_AT = 64, 128  # where the file says who wrote it, and if a state refers to it
 FIRST_AT = 4096  # where records begin
 ALIGNMENT = 64
 HEAD = struct.Struct("<QQ")  # of a record: its client, and a number drawn when it was written

@@ -321,7 +321,11 @@ class FederatedStrategy(Strategy):
             messages = self.configure_train(number, result.arrays, config, grid)
             sent_before = [a.metadata.message_id for a in self._asked if a.metadata.message_id]
             replies = exchange(
-                *(grid, messages, seconds, self._poll, self._inbox),
+                grid,
+                messages,
+                seconds,
+                self._poll,
+                self._inbox,
                 sent_before=sent_before,
                 enough=self._has_enough,
             )
@@ -473,8 +477,10 @@ class FederatedStrategy(Strategy):
                 addressed, MessageType.TRAIN, node, server_round, config, 1 + self._staleness
             )
             messages.append(message)
-            request = (message.metadata, client.name, node, self.server.iteration, self._exchanges)
-            self._asked.append(TrainRequest(*request))
+            iteration = self.server.iteration
+            self._asked.append(
+                TrainRequest(message.metadata, client.name, node, iteration, self._exchanges)
+            )
         self._exchanges += 1
         self._usable = 0
         self._bytes_down = len(messages) * down.bytes

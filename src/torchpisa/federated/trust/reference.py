@@ -135,7 +135,11 @@ class Witnesses:
                 self._memories.append(algorithm.remember(server.weights))
             with torch.enable_grad():
                 update, self._memories[kind], work = local_round(
-                    *(algorithm, objective, data, down, self._memories[kind]),
+                    algorithm,
+                    objective,
+                    data,
+                    down,
+                    self._memories[kind],
                     key=(0, f"reference {kind}"),
                     iteration=server.iteration,
                 )
