@@ -428,6 +428,11 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "data without a length must be an integer >= 1, got Stream()",
     ),
+    (
+        lambda: split(DataLoader(list(range(8)), batch_size=4), 2),
+        TypeError,
+        "data must be samples, got a DataLoader, which has batches: pass .dataset",
+    ),
     (lambda: split(5, 2, seed=-1), ValueError, "seed must be an integer >= 0, got -1"),
     (
         lambda: split(5, 2, sizes=[5]),

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 __all__ = ["Parts", "RoundSampler", "split", "split_batch"]
 
@@ -282,6 +282,8 @@ def _map(f: Callable[[str, Tensor], Tensor], batch: Any, path: str) -> Any:
 
 def length(data: Dataset[Any] | Sized | int) -> int:
     """Return the number of samples, given the data or that number itself."""
+    if isinstance(data, DataLoader):
+        raise TypeError("data must be samples, got a DataLoader, which has batches: pass .dataset")
     if hasattr(data, "__len__"):
         return len(cast(Sized, data))
     return _integer("data without a length", data, 1)

@@ -1,13 +1,14 @@
 """Short runs from a small sigma upward."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.tuning.problem import loader, model, scaled
 from torchpisa import MISA, NSISA, PISA, SISA
-from torchpisa.tuning import find_sigma
+from torchpisa.tuning import Finding, Trial, find_sigma
 from torchpisa.tuning.loss_trend import loss_trend
 
 
@@ -47,6 +48,12 @@ def test_picture(tmp_path: Path) -> None:
     finding = find_sigma(model(), scaled(), loader(), steps=50)
     finding.draw(tmp_path / "sigma.png")
     assert (tmp_path / "sigma.png").stat().st_size > 5000
+
+
+def test_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchpisa\[demo\]'"):
+        Finding(1.0, 100.0, [Trial(1.0, [0], [2.0], "steady")]).draw(tmp_path / "sigma.png")
 
 
 @pytest.mark.parametrize(
@@ -96,3 +103,5 @@ def test_each_optimizer_has_its_scale() -> None:
     assert finding.trials[0].sigma == 80 / 32
     with pytest.raises(ValueError, match="got MISA: choose its lr instead"):
         find_sigma(net, scaled(), loader(), MISA)
+    with pytest.raises(ValueError, match="data must have at least one batch, got none"):
+        find_sigma(net, scaled(), [], NSISA)

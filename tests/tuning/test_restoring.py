@@ -100,3 +100,5 @@ def test_arguments_in_the_wrong_place(do: Callable[..., Any]) -> None:
             do(net, criterion, data)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got SISA"):
         do(SISA(net.parameters()), loss, data)
+    with pytest.raises(ValueError, match=r"model must have a parameter that .*, got 6 param"):
+        do(model().requires_grad_(False), loss, data)

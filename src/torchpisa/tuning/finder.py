@@ -129,6 +129,8 @@ def find_sigma(
     done: list[Trial] = []
     with restored_afterwards(model, data):
         probes = list(itertools.islice(data, _PROBE_BATCHES))
+        if not probes:
+            raise ValueError("data must have at least one batch, got none")
         for number in range(trials):
             sigma = smallest * factor**number
             with restored_afterwards(model, data):

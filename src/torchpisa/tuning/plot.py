@@ -14,7 +14,11 @@ _COLOURS = {"steady": "#0072B2", "oscillates": "#E69F00", "diverges": "#D55E00"}
 
 def draw_search(finding: "Finding", path: str | PathLike[str]) -> None:
     """Draw the losses at the end of the runs over sigma, and all curves, into a file."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        message = "The picture needs matplotlib: pip install 'torchpisa[demo]'"
+        raise ImportError(message) from error
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -57,9 +57,14 @@ def restored_afterwards(model: nn.Module, data: Iterable[Any]) -> Iterator[Model
 
 
 def check_arguments(model: nn.Module, loss: object, data: Iterable[Any]) -> None:
-    """Raise unless `loss` is a function of model and batch and `data` can be iterated again."""
+    """Raise unless `model` trains, `loss` is a function of it and `data` starts anew."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_name(model)}")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "model must have a parameter that requires gradients, got "
+            f"{sum(1 for _ in model.parameters())} parameters that do not"
+        )
     # torch's criteria, such as nn.MSELoss() and functional.mse_loss, take outputs and targets.
     is_criterion = str(getattr(loss, "__module__", "")).startswith("torch.nn.")
     if is_criterion or not callable(loss):
