@@ -7,11 +7,11 @@ includes, and a picture per device, which `step.md` shows; `--name` names them o
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.saved import read_saved
 from benchmarks.shapes import MODELS
 from benchmarks.step import REFERENCES
 
@@ -238,12 +238,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder; by default that of the first file")
     parser.add_argument("--name", default="step", help="of the tables and pictures")
     args = parser.parse_args(argv)
-    missing = [str(path) for path in args.files if not path.is_file()]
-    if missing:
-        parser.error(f"files must be written by step --save, got {', '.join(missing)}")
     folder = args.out or args.files[0].parent
     order = list(MODELS)
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in args.files]
+    entries = {"config": dict, "rows": list, "copy_gb_per_s": float}
+    try:
+        results = [read_saved("files", path, "step --save", **entries) for path in args.files]
+    except ValueError as error:
+        parser.error(str(error))
     results.sort(key=lambda result: order.index(result["config"]["model"]))
     texts = []
     for device in ("cuda", "cpu"):

@@ -7,7 +7,6 @@ shows, and `scaling.md`, what the model of `scaling.py` makes of many nodes.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from benchmarks.distributed import scaling
 from benchmarks.distributed.overlap import Span, waited_ms
 from benchmarks.distributed.scaling import NETWORKS, NODES
+from benchmarks.saved import read_saved
 from benchmarks.shapes import MODELS, parameters
 from benchmarks.step_figure import INK, OTHERS, OURS
 
@@ -211,9 +211,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("file", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
-    if not args.file.is_file():
-        parser.error(f"FILE must be written by distributed --out, got {args.file}")
-    result = json.loads(args.file.read_text(encoding="utf-8"))
+    entries = {"config": dict, "hardware": dict, "versions": dict, "runs": list}
+    try:
+        result = read_saved("FILE", args.file, "distributed --out", **entries)
+    except ValueError as error:
+        parser.error(str(error))
     folder = args.file.parent
     picture = folder / "distributed_overlap.svg"
     draw(result["runs"][0], picture)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import environment
+from benchmarks.saved import read_saved
 from recipes.execution import print_line
 from recipes.language import optimizers
 from recipes.language.model import GPT2, SIZES, TITLES, Sizes, compile_in_parts
@@ -413,7 +414,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--show", type=Path, metavar="FILE.json", help="saved results: tabulate")
     args = parser.parse_args(argv)
     if args.show is not None:
-        results = json.loads(args.show.read_text(encoding="utf-8"))
+        entries = {"config": dict, "versions": dict, "hardware": dict, "cells": list}
+        try:
+            results = read_saved("--show", args.show, "language memory", **entries)
+        except ValueError as error:
+            parser.error(str(error))
         path = args.show
     else:
         path = args.out / "language_memory.json"

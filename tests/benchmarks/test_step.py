@@ -301,6 +301,11 @@ def test_figure_and_tables(
     assert "files for cuda must be of one machine, got some GPU, another GPU" in (
         capsys.readouterr().err
     )
+    del result["copy_gb_per_s"]  # as those of diagnostics
+    (tmp_path / "other.json").write_text(json.dumps(result))
+    with pytest.raises(SystemExit):
+        step_figure.main([str(tmp_path / "other.json")])
+    assert "other.json, which has no copy_gb_per_s" in capsys.readouterr().err
 
 
 def test_matrices_are_compared_with_the_fastest_of_the_others() -> None:

@@ -150,3 +150,11 @@ def test_command_goes_on_where_it_was(
     assert [cell["optimizer"] for cell in saved["cells"]] == ["adamw", "misa", "sisa"]
     command.main(["language", "memory", "--show", str(tmp_path / "language_memory.json")])
     assert "language_memory.md" in capsys.readouterr().out
+    other = tmp_path / "other.json"
+    for text, message in (("[1]", "which has no config"), ("half", "Expecting value")):
+        other.write_text(text, encoding="utf-8")
+        with pytest.raises(SystemExit):
+            command.main(["language", "memory", "--show", str(other)])
+        said = capsys.readouterr().err
+        assert f"--show must be written by language memory, got {other}" in said
+        assert message in said
