@@ -127,7 +127,7 @@ class FederatedStrategy(Strategy):
         ledger: keep the contributions of each client to the server's memory, so that lies stand out
             and `evict` can remove them. It costs a copy of the model per client, in memory and in
             the checkpoint; FedAvg, FedProx and FedNova need none. With False, the default of
-            `screen` is `Screen(largest=1000)`.
+            `screen` is `Screen(largest=1000)`, and there can be no `robust`.
         evaluate: ask clients to evaluate the global model after every round.
         poll: seconds between two checks for answers.
 
@@ -196,6 +196,11 @@ class FederatedStrategy(Strategy):
             raise ValueError(
                 "privacy must be None with robust: which updates are rejected depends on what the "
                 "noise is to hide"
+            )
+        if robust is not None and not ledger:
+            raise ValueError(
+                f"ledger must be True with robust, got {ledger!r}: clients are compared by what "
+                "they have contributed so far"
             )
         self.algorithm = algorithm
         self.rounds: list[Round] = []
