@@ -256,6 +256,13 @@ def test_what_a_judge_knows_survives_a_restart(tmp_path):
     assert "put out" in str(runs) or all("4" in rejected for rejected in runs[0][2:])
 
 
+def test_robust_selection_needs_to_know_what_clients_have_contributed(tmp_path):
+    file = tmp_path / "server.pt"
+    start(federation(tmp_path), strategy(file, ledger=False), 2)
+    with pytest.raises(ValueError, match=r"robust must be None .* no ledger .*, got RobustSel"):
+        start(federation(tmp_path), strategy(file, robust=RobustSelection()), 4)
+
+
 def test_claimed_samples_are_limited_and_the_sum_stays_right(tmp_path):
     """Clients have 5, 7, ... samples; the limit is that of the start, also for who comes later."""
     file, folder = tmp_path / "server.pt", tmp_path / "clients"

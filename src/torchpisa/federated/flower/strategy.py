@@ -399,6 +399,11 @@ class FederatedStrategy(Strategy):
     def _resumed_ledger(self, saved: Checkpoint) -> Ledger | None:
         missing = [n for n, c in saved.clients.items() if c.accepted >= 0 and n not in saved.ledger]
         if missing and saved.server.memory:
+            if self._robust is not None:
+                raise ValueError(
+                    f"robust must be None for the training in {self._checkpoint}, which has no "
+                    f"ledger of what clients have contributed so far, got {self._robust}"
+                )
             _log.warning("no ledger: the run before had none, so nobody can be evicted")
             return None
         return Ledger(saved.ledger)
