@@ -79,9 +79,9 @@ def for_local_step(
     if members and (fused or (fused is None and foreach is None)):
         kernel_or_reason: Kernel | str
         if not _on_cpu(params):
+            capturable = settings["capturable"]
             kernel_or_reason = triton_plan.find(
-                *(plans, (key, slot), members, preconditioner, slot, sigma_follows),
-                settings["capturable"],
+                plans, (key, slot), members, preconditioner, slot, sigma_follows, capturable
             )
         elif fused:
             kernel_or_reason = native.obstacle(params, preconditioner) or native.NATIVE

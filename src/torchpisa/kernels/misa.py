@@ -77,7 +77,7 @@ class ConsensusJob:
     lr: Scalar
     weight_decay: float
     round: int
-    keep: Tensor | None
+    keep: Tensor | None = None
     maximize: bool = False
     grad_scale: Tensor | None = None
     clip_scale: Tensor | None = None

@@ -35,8 +35,7 @@ class AccumulationWatch:
             params: the optimizer's parameters.
             batches: the number of batches in a round.
         """
-        # Two passes are often two losses of one batch, as of a GAN's real and generated images.
-        if batches <= 2 or self._steps > _STEPS:
+        if self._steps > _STEPS:
             return
         self._steps += 1
         if self._handle is None:

@@ -286,17 +286,17 @@ class MISA(RoundOptimizer):
                 kind = number, matrix, decays, param.get_device(), dtypes, layout
                 job = jobs.get(kind)
                 if job is None:
-                    if matrix and group["before"] is not None and _is_captured(member):
-                        raise RuntimeError(
-                            f"before must be None for a CUDA graph, got {group['before']!r}: its "
-                            "refreshes are not in every round, and a graph would replay one "
-                            "round. Step outside of the graph"
-                        )
                     if matrix and group["before"] is not None:
+                        _check_not_captured(group, param)
                         _check_state_of_stage(group, member.origin, self.state[member.origin])
-                    decay = float(group["weight_decay"]) if decays else 0.0
                     job = jobs[kind] = ConsensusJob(
-                        *([], [], matrix, group, lr, decay, self.iteration, None),
+                        members=[],
+                        grads=[],
+                        matrix=matrix,
+                        settings=group,
+                        lr=lr,
+                        weight_decay=float(group["weight_decay"]) if decays else 0.0,
+                        round=self.iteration,
                         replicas=self._replicas,
                     )
                 job.members.append(member)
@@ -481,9 +481,13 @@ def _check_state_of_rows(group: Group, param: Tensor, state: Group) -> None:
         )
 
 
-def _is_captured(member: Member) -> bool:
-    """Return whether operations on a parameter are being captured in a CUDA graph."""
-    return member.param.is_cuda and torch.cuda.is_current_stream_capturing()
+def _check_not_captured(group: Group, param: Tensor) -> None:
+    """Raise RuntimeError if the step of a group with a stage is captured in a CUDA graph."""
+    if param.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"before must be None for a CUDA graph, got {group['before']!r}: its refreshes are not "
+            "in every round, and a graph would replay one round. Step outside of the graph"
+        )
 
 
 def _is_orthogonalized(param: Tensor, group: Group, name: str | None) -> bool:

@@ -65,13 +65,13 @@ def examine(
         return Verdict()
     home = next(part_members[0].param.device for part_members in members if part_members)
     # The processes that hold parts of one gradient must decide alike.
-    over: list[ProcessGroup] = []
-    for part_members in members:
-        sharded = (
-            m for m in part_members if m.whole is not None or type(m.param) not in PLAIN_TYPES
-        )
-        if not over and (first := next(sharded, None)) is not None:
-            over = dtensor.mesh_groups([first.origin])
+    perhaps_sharded = [
+        member.origin
+        for part_members in members
+        for member in part_members
+        if member.whole is not None or type(member.param) not in PLAIN_TYPES
+    ]
+    over = dtensor.mesh_groups(perhaps_sharded) if perhaps_sharded else []
     searching = False
     deferred, unchecked = [], []
     for part_members, kernel in zip(members, kernels, strict=True):

@@ -125,6 +125,7 @@ class RoundOptimizer(Optimizer):
     def _step(self, closure: Callable[[], float] | None, batch: int | None) -> float | None:
         if self._nonfinite.under_way:
             self._report_nonfinite()
+        # Two passes are often two losses of one batch, as of a GAN's real and generated images.
         if self.batches > 2:
             self._accumulation.on_step(self._params, self.batches)
         slot = self._free_slot(batch)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from torchpisa.algorithms import pisa
 from torchpisa.checks import check_count
 from torchpisa.kernels import dispatch
-from torchpisa.kernels.job import Member, real
+from torchpisa.kernels.job import Kernel, Member, real
 from torchpisa.optim import arguments, nonfinite, report
 from torchpisa.optim.optimizer import RoundOptimizer, Undo
 from torchpisa.optim.peers import DeviceMesh, Peers, ProcessGroup
@@ -250,22 +250,7 @@ class PISA(RoundOptimizer):
             False if the batch counts as absent.
         """
         parts = self.parts()
-        kernels = []
-        for index, (part, part_members) in enumerate(zip(parts, reached, strict=True)):
-            preconditioner, follows = part.preconditioner, part.group[part.rule.sigma] is None
-            if part_members and type(preconditioner).check is not Preconditioner.check:
-                preconditioner.check([member.origin for member in part_members])
-            kernels.append(
-                dispatch.for_local_step(
-                    part.group,
-                    part_members,
-                    preconditioner,
-                    slot,
-                    follows,
-                    (index, key),
-                    self._plans,
-                )
-            )
+        kernels = self._kernels(slot, reached, key)
         where = f"batch {slot} of iteration {self.round.iteration}"
         verdict = nonfinite.examine(self.param_groups, reached, kernels, found_inf, where)
         if verdict.problem is not None:
@@ -302,6 +287,26 @@ class PISA(RoundOptimizer):
             self._nonfinite.fetch(kernels, reached, where)
         self.round.add_present(slot, self.batches, None if moves_weights else verdict.keep)
         return True
+
+    def _kernels(self, slot: int, reached: list[list[Member]], key: Hashable) -> list[Kernel]:
+        """Return the kernel of each part, see `_local_step`; nothing has changed if it raises."""
+        kernels = []
+        for index, (part, part_members) in enumerate(zip(self.parts(), reached, strict=True)):
+            preconditioner, follows = part.preconditioner, part.group[part.rule.sigma] is None
+            if part_members and type(preconditioner).check is not Preconditioner.check:
+                preconditioner.check([member.origin for member in part_members])
+            kernels.append(
+                dispatch.for_local_step(
+                    part.group,
+                    part_members,
+                    preconditioner,
+                    slot,
+                    follows,
+                    (index, key),
+                    self._plans,
+                )
+            )
+        return kernels
 
     @property
     def _step_moves_weights(self) -> bool:

@@ -112,7 +112,7 @@ class Spectral(Preconditioner):
             )
 
         if hasattr(r, "full_tensor"):  # sharded: everybody solves for all of it
-            return _everywhere(r, lambda full: solved(full)[0]), {}
+            return -_everywhere(r, lambda full: solved(full)[0]), {}
         y, new_state = solved(r.flatten(1))
         return -y.reshape(r.shape), new_state
 
@@ -168,7 +168,7 @@ class Spectral(Preconditioner):
             return self.solve_matrix(matrix, {}, sigma, rho / scale, 1)[0]
 
         if hasattr(pull, "full_tensor"):
-            return w - lr * _everywhere(pull, solved)
+            return w + lr * _everywhere(pull, solved)
         return w + lr * solved(as_matrix(pull)).reshape(w.shape)
 
     def _resolvent(self, r: Tensor) -> Callable[[Tensor, Scalar, Scalar, float], Tensor]:
@@ -193,12 +193,12 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _everywhere(r: Tensor, solved: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the negative of what `solved` makes of a sharded matrix, sharded in the same way."""
+    """Return what `solved` makes of a sharded matrix, sharded in the same way."""
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(r, DTensor)
     full = r.full_tensor()
-    d = -solved(full.flatten(1)).reshape(full.shape)
+    y = solved(full.flatten(1)).reshape(full.shape)
     mesh = r.device_mesh
-    whole = DTensor.from_local(d, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    whole = DTensor.from_local(y, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=r.placements)

@@ -266,7 +266,7 @@ def gather_kernel(
     """Fill x with the normalised U of matrices `first`, `first` + 1, ... and update their duals."""
     batch = tl.program_id(1)
     tensor = first + batch
-    i, j = tile(n, k, TILE)
+    i, j = tile(k, TILE)
     peak, norm = tl.load(peaks + tensor), tl.load(norms + tensor)
     if tl.load(tall + tensor):
         offsets = j[:, None] * n + i[None, :]
@@ -400,7 +400,7 @@ def move_kernel(
     """Update the weights by x times the factors of its rows or, without factors, times `scale`."""
     batch = tl.program_id(1)
     tensor = first + batch
-    i, j = tile(n, k, TILE)
+    i, j = tile(k, TILE)
     if ON_DEVICE:
         lr = tl.load(lr)
     decay = 1 - lr * weight_decay

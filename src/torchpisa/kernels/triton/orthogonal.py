@@ -140,7 +140,7 @@ def norm_kernel(
 
 
 @triton.jit
-def tile(n, k, TILE: tl.constexpr):
+def tile(k, TILE: tl.constexpr):
     """Return the rows and columns of x that this program's tile covers."""
     across = tl.cdiv(k, TILE)
     i = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
@@ -209,7 +209,7 @@ def gather_kernel(
     """Fill x with the normalised input of Newton-Schulz for matrices `first`, `first` + 1, ..."""
     batch = tl.program_id(1)
     tensor = first + batch
-    i, j = tile(n, k, TILE)
+    i, j = tile(k, TILE)
     peak, norm = tl.load(peaks + tensor), tl.load(norms + tensor)
     if tl.load(tall + tensor):
         offsets = j[:, None] * n + i[None, :]
@@ -306,7 +306,7 @@ def finish_kernel(
     """
     batch = tl.program_id(1)
     tensor = first + batch
-    i, j = tile(n, k, TILE)
+    i, j = tile(k, TILE)
     if ON_DEVICE:
         ratio = tl.load(ratio)
         scale = tl.load(scale)

@@ -274,42 +274,18 @@ def find_misa(plans: Plans, key: Hashable, job: ConsensusJob) -> MisaPlan | str:
         member.state["step"] = step
     may_move = plan is None and not job.settings["capturable"]
     counters = _in_one(members, "step", may_move)
-    rows: list[Row] = []
-    shapes: list[tuple[int, int]] = []
-    copies: list[Tensor] = []
-    for member, given_grad in zip(members, job.grads, strict=True):
-        param, state = member.param, member.state
-        dual, average = state["dual"], state.get(memory, state["dual"])
-        reason = _mismatch(param, given_grad, [dual] if job.matrix else [dual, average])
+    for member, grad in zip(members, job.grads, strict=True):
+        dual = member.state["dual"]
+        average = member.state.get(memory, dual)
+        reason = _mismatch(member.param, grad, [dual] if job.matrix else [dual, average])
         if reason is not None:
             return reason
         if average.dtype != dual.dtype:
             return "state of one parameter is of several dtypes"
-        height, width = block_shape(param, count) if job.matrix else (1, 0)
-        grad = _laid_out_like(param, given_grad, copies)
-        size = param.numel() // count
-        block_bytes = [size * tensor.itemsize for tensor in (param, grad, dual)]
-        block_bytes.append((height if job.matrix else size) * average.itemsize)
-        starts = [tensor.data_ptr() for tensor in (param, grad, dual, average)]
-        for block in range(count):
-            offsets = [block * one for one in block_bytes]
-            rows.append(
-                (
-                    *map(operator.add, starts, offsets),
-                    0,
-                    state["step"].data_ptr(),
-                    *(0, 0),
-                    size,
-                    param.device,
-                    param.dtype,
-                    grad.dtype,
-                    dual.dtype,
-                    False,
-                )
-            )
-            shapes.append((height, width))
+    rows, copies = _misa_rows(job, memory, count)
     matrices = None
     if job.matrix:
+        shapes = [block_shape(param, count) for param in params for _ in range(count)]
         dtype = newton_schulz.dtype_for(job.settings["ns_dtype"], params) or torch.float32
         matrices = Matrices(shapes, dtype.itemsize)
     fingerprint = [] if copies else _misa_fingerprint(job, memory)
@@ -473,6 +449,28 @@ def _local_rows(
                 not state["arrived"],
             )
         )
+    return rows, copies
+
+
+def _misa_rows(job: ConsensusJob, memory: str, count: int) -> tuple[list[Row], list[Tensor]]:
+    """Return a row for each of the `count` blocks of each parameter, and copies of gradients."""
+    rows: list[Row] = []
+    copies: list[Tensor] = []
+    for (param, _, state, _), given_grad in zip(job.members, job.grads, strict=True):
+        grad = _laid_out_like(param, given_grad, copies)
+        dual = state["dual"]
+        average = state.get(memory, dual)
+        size = param.numel() // count
+        averages = block_shape(param, count)[0] if job.matrix else size
+        starts = [tensor.data_ptr() for tensor in (param, grad, dual, average)]
+        block_bytes = [size * tensor.itemsize for tensor in (param, grad, dual)]
+        block_bytes.append(averages * average.itemsize)
+        kind = param.device, param.dtype, grad.dtype, dual.dtype, False
+        for block in range(count):
+            offsets = [block * one for one in block_bytes]
+            # No pending sum, and neither sigma nor level.
+            others = 0, state["step"].data_ptr(), 0, 0
+            rows.append((*map(operator.add, starts, offsets), *others, size, *kind))
     return rows, copies
 
 
