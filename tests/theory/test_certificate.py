@@ -299,11 +299,17 @@ def test_floor_above_the_objective_is_found():
         ({"constants": "mine"}, "constants must be one of 'corrected', 'printed'"),
         ({"start": torch.zeros(3)}, r"start must be a vector of 4 weights, got shape \(3,\)"),
         ({"preconditioner": SecondMoment()}, "eta must be given for SecondMoment"),
+        ({"preconditioner": SecondMoment}, "preconditioner must be .*, got <class .*SecondMom"),
     ],
 )
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         certify(problem("least squares"), **{"iterations": 2, **arguments})
+
+
+def test_something_else_than_a_problem():
+    with pytest.raises(ValueError, match=r"problem must be a Problem, .* got Linear\("):
+        certify(torch.nn.Linear(2, 1))
 
 
 def test_unknown_check():

@@ -109,12 +109,14 @@ def test_change(kind, size):
 
 # What has no constants
 
+ONE = [(torch.ones(3, 1), torch.ones(3))]
+
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: LogisticRegression(batches("logistic", False), consensus_decay=0), "must be > 0"),
-        (lambda: LogisticRegression(batches("least squares", False)), "labels must be -1 or 1"),
+        (lambda: LogisticRegression(batches("least squares", False)), r"must be -1 or 1, got .*\d"),
         (
             lambda: LeastSquares([(torch.ones(3, 2), torch.ones(3))]).growth(),
             "must be > 0 for features without full column rank",
@@ -126,8 +128,18 @@ def test_change(kind, size):
             "weight_decay must be a finite number >= 0",
         ),
         (
-            lambda: Network(nn.Linear(1, 1), nn.functional.mse_loss, [], consensus_decay=0),
+            lambda: Network(nn.Linear(1, 1), nn.functional.mse_loss, ONE, consensus_decay=0),
             "must be > 0",
+        ),
+        (lambda: LeastSquares(ONE[0]), r"batches\[0\] must be a pair of tensors, .* a Tensor$"),
+        (
+            lambda: LeastSquares([tuple(x.numpy() for x in ONE[0])]),
+            "got a tuple of ndarray, ndarray$",
+        ),
+        (lambda: Network(nn.Linear(1, 1), nn.functional.mse_loss, []), "one pair of .*, got none"),
+        (
+            lambda: LeastSquares([*ONE, (torch.ones(3, 2), torch.ones(3))]),
+            r"one width, got widths \[1, 2\]",
         ),
     ],
 )

@@ -160,8 +160,17 @@ def certify(
         >>> certificate.passed
         True
     """
+    if not isinstance(problem, Problem):
+        raise ValueError(
+            f"problem must be a Problem, such as LeastSquares(batches), got {problem!r}"
+        )
     m = len(problem.sizes)
     preconditioner = Identity() if preconditioner is None else preconditioner
+    if not isinstance(preconditioner, Preconditioner):
+        raise ValueError(
+            "preconditioner must be a torchpisa.preconditioners.Preconditioner, "
+            f"got {preconditioner!r}"
+        )
     if preconditioner.proximal is not None:
         raise ValueError(
             "preconditioner must leave the consensus (2.9) to the theory, got "

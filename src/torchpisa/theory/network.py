@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
 from torchpisa.checks import check_count, check_range
-from torchpisa.theory.problems import Growth, Problem
+from torchpisa.theory.problems import Growth, Problem, check_pairs
 
 __all__ = ["Network"]
 
@@ -50,6 +50,7 @@ class Network(Problem):
         safety: float = 2.0,
         seed: int = 0,
     ) -> None:
+        check_pairs(batches)
         check_count("probes", probes)
         check_count("climbs", climbs, 0)
         check_range("safety", safety, 1, high_open=True)

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 
 from torchpisa.checks import check_range
 
-__all__ = ["Growth", "LeastSquares", "LogisticRegression", "Problem"]
+__all__ = ["Growth", "LeastSquares", "LogisticRegression", "Problem", "check_pairs"]
 
 # Nodes and weights of the Gauss-Legendre rule on [0, 1], exact for polynomials of degree 5.
 _NODES = (0.5 - 0.15**0.5, 0.5, 0.5 + 0.15**0.5)
@@ -131,6 +131,19 @@ class Problem(ABC):
         return sum(weight * float(slope) for weight, slope in zip(_WEIGHTS, slopes, strict=True))
 
 
+def check_pairs(batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Raise ValueError unless `batches` are pairs of tensors, and at least one."""
+    if not len(batches):
+        raise ValueError("batches must hold at least one pair of tensors, got none")
+    for i, pair in enumerate(batches):
+        kinds = [type(x).__name__ for x in pair] if isinstance(pair, tuple | list) else []
+        if len(kinds) != 2 or not all(isinstance(x, Tensor) for x in pair):
+            got = f"{type(pair).__name__} of {', '.join(kinds)}" if kinds else type(pair).__name__
+            raise ValueError(
+                f"batches[{i}] must be a pair of tensors, inputs and targets, got a {got}"
+            )
+
+
 class _Linear(Problem):
     """A problem whose losses depend on products a . w."""
 
@@ -140,6 +153,7 @@ class _Linear(Problem):
         weight_decay: float,
         consensus_decay: float,
     ) -> None:
+        check_pairs(batches)
         self.features = [a.detach().to(torch.float64) for a, _ in batches]
         self.targets = [b.detach().to(torch.float64) for _, b in batches]
         for i, (a, b) in enumerate(zip(self.features, self.targets, strict=True)):
@@ -148,11 +162,12 @@ class _Linear(Problem):
                     f"batches[{i}] must be a matrix with one row, and a vector with one entry, per "
                     f"sample, got shapes {tuple(a.shape)} and {tuple(b.shape)}"
                 )
-        if len({a.shape[1] for a in self.features}) != 1:
-            raise ValueError("batches must hold matrices of one width, and at least one")
+        widths = [a.shape[1] for a in self.features]
+        if len(set(widths)) != 1:
+            raise ValueError(f"batches must hold matrices of one width, got widths {widths}")
         super().__init__(
             [len(a) for a in self.features],
-            self.features[0].shape[1],
+            widths[0],
             weight_decay,
             consensus_decay,
         )
@@ -253,8 +268,10 @@ class LogisticRegression(_Linear):
         consensus_decay: float = 0.1,
     ) -> None:
         super().__init__(batches, weight_decay, consensus_decay)
-        if any(bool((y.abs() != 1).any()) for y in self.targets):
-            raise ValueError("labels must be -1 or 1")
+        labels = torch.cat(self.targets)
+        wrong = labels[labels.abs() != 1]
+        if len(wrong):
+            raise ValueError(f"labels must be -1 or 1, got {wrong[0].item():g}")
         if self.weight_decay + self.consensus_decay == 0:
             raise ValueError(
                 "weight_decay + consensus_decay must be > 0: the set Omega of (3.2) is unbounded "
