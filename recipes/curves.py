@@ -237,9 +237,10 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, salt: str, x_label: str) -
                 axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             if within is not None:
                 axes.set_ylim(*within)
-            if panel.log:
+            has_points = any(mean for _, mean, _ in shown.values())  # not if all diverged at once
+            if panel.log and has_points:
                 scale_logarithmically(axes)
-            if panel.percent:
+            if panel.percent and has_points:
                 scale_towards_100(axes)
             axes.grid(color=INK, alpha=0.2, lw=0.6)
             axes.spines[["top", "right"]].set_visible(False)

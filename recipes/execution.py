@@ -178,7 +178,8 @@ class Runs:
     def announce(self, name: str, label: str) -> None:
         run = self.log(name)
         if run is not None:
-            print_line(f"{label}: {run['seconds']:.1f} s")
+            remark = ", diverged" if run.get("diverged", [False])[-1] else ""
+            print_line(f"{label}: {run['seconds']:.1f} s{remark}")
         elif self.deadline is not None:
             print_line(f"{label}: not done within the time limit")
         else:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import warnings
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
@@ -153,10 +154,21 @@ def read_checkpoint(file: Path | None, key: str) -> dict[str, Any] | None:
 
 
 def save_atomically(state: dict[str, Any], file: Path) -> None:
-    """Save a state; an interruption leaves the file as it was."""
+    """Save a state; an interruption leaves the file as it was.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.partial")
-    torch.save(state, partial)
+    try:
+        torch.save(state, partial)
+    except RuntimeError as error:  # which does not say why
+        partial.unlink(missing_ok=True)
+        free = shutil.disk_usage(file.parent).free / 2**20
+        raise OSError(
+            f"{file.resolve()} cannot be written, with {free:,.0f} MiB left on its disk: {error}"
+        ) from error
     os.replace(partial, file)
 
 

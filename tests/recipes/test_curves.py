@@ -1,5 +1,6 @@
 """Means over seeds, the range of a panel, and words of tables."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from recipes.curves import (
     check_column_falls,
     describe_settings,
     display_name,
+    draw,
     epoch_times,
     line_styles,
     list_not_run,
@@ -42,6 +44,18 @@ def test_a_training_that_failed_does_not_set_the_range() -> None:
         (0.9, 3.1)
     )
     assert outlier_limits([]) is None
+
+
+def test_a_picture_can_do_without_values(tmp_path: Path) -> None:
+    """Every run has diverged in its first epoch."""
+    pytest.importorskip("matplotlib")
+    curves = {"sgd": [{"epoch": [1], "loss": [None]}]}
+    row = [
+        Panel("t", "l", curves, "epoch", "loss", log=True),
+        Panel("t", "l", curves, "epoch", "loss", percent=True),
+    ]
+    draw([row], tmp_path / "panels.svg", "test", "epoch")
+    assert (tmp_path / "panels.svg").stat().st_size
 
 
 def test_usual_optimizers_look_alike_in_all_pictures() -> None:

@@ -108,6 +108,20 @@ def test_a_queue_outlives_a_run_that_fails(
     assert lines == ["to do  bad", "done  flat", "done  steep", "done  steeper"]
 
 
+def slip(config: Size, settings: Slope, **options: str) -> Iterator[Line]:
+    yield {"step": 0, "height": 0.0, "diverged": settings.by > 2}
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_run_that_diverged_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(command.RECIPES, "toy", dataclasses.replace(TOY, run=slip))
+    command.main(["toy", "--device", "cpu"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(" s, diverged") for line in lines[:3]] == [False, False, True]
+
+
 def lose_file(config: Size, settings: Slope, **options: str) -> Iterator[Line]:
     raise CorruptFileError("half a hill")
     yield {}
@@ -199,14 +213,23 @@ def test_a_run_that_another_command_does_is_refused_before_any_begins() -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_data_that_is_not_there_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("no such hill"), OSError(28, "No space left on device")]
+)
+def test_what_is_wrong_with_files_ends_the_command(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
     def run(config: Size, settings: Slope, **options: str) -> Iterator[Line]:
-        raise FileNotFoundError("no such hill")
+        begun.append(settings)
+        raise error
         yield {}
 
     monkeypatch.setitem(command.RECIPES, "toy", dataclasses.replace(TOY, run=run))
-    with pytest.raises(SystemExit, match="no such hill"):
+    with pytest.raises(SystemExit, match=str(error.args[-1])):
         command.main(["toy", "--device", "cpu"])
+    assert len(begun) == 1
 
 
 @pytest.mark.usefixtures("toy")

@@ -109,6 +109,23 @@ def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
     assert first == next(run_training(Walk(), None))
 
 
+def test_a_checkpoint_that_cannot_be_written_is_named_and_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path, 2)
+    saved = (tmp_path / "run.pt").read_bytes()
+
+    def fill_disk(state: Any, file: Path) -> None:
+        file.write_bytes(b"PK")
+        raise RuntimeError("unexpected pos 204224 vs 204120")
+
+    monkeypatch.setattr(torch, "save", fill_disk)
+    with pytest.raises(OSError, match=r"run\.pt cannot be written, with [\d,]+ MiB left .* pos"):
+        start(tmp_path, 4)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+    assert (tmp_path / "run.pt").read_bytes() == saved
+
+
 def test_a_run_that_diverged_ends() -> None:
     lines = list(run_training(Walk(epochs=1000, worst=5.0), None))
     assert 1 <= len(lines) < 1000
