@@ -271,8 +271,7 @@ def require_data(
 ) -> None:
     """Raise FileNotFoundError if images or weights are missing, CorruptFileError if damaged."""
     for fallback in {run.fallback for run in settings}:
-        if not (fallback and datasets.is_missing("cifar10", data)):
-            datasets.verify("cifar10", data)
+        images.require("cifar10", data, fallback)
     if inception is not None:
         features.verify_inception(Path(inception))
 

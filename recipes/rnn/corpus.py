@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recipes.datasets import CorruptFileError, data_folder, read_bytes
 
-__all__ = ["Corpus", "columns", "load", "locate", "verify"]
+__all__ = ["Corpus", "columns", "is_missing", "load", "locate", "verify"]
 
 END = "<eos>"
 PARTS = ("train", "valid", "test")
@@ -62,6 +62,11 @@ def locate(folder: str | None = None) -> dict[str, Path]:
             )
         files[part] = path
     return files
+
+
+def is_missing(folder: str | None = None) -> bool:
+    """Return True if none of the files of Penn Treebank is there."""
+    return not any((data_folder(folder) / "ptb").glob("ptb.*.txt*"))
 
 
 def verify(folder: str | None = None) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from recipes import optimizers
+from recipes.datasets import data_folder
+from recipes.execution import print_line
 from recipes.recipe import Line
 from recipes.rnn import corpus
 from recipes.rnn.config import Config, Settings
@@ -82,7 +84,7 @@ class RnnTraining(Training):
             # Weights with dropout are new tensors in every pass and cannot be kept compact.
             warnings.filterwarnings("ignore", "RNN module weights are not part of single")
         self.corpus_name = "ptb"
-        if settings.fallback and is_missing(data):
+        if settings.fallback and corpus.is_missing(data):
             self.corpus_name = "python"
         text = corpus.load(self.corpus_name, data, settings.limit)
         self.train = corpus.columns(text.train, settings.count).to(device)
@@ -175,18 +177,13 @@ def safe_exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
 
 
-def is_missing(folder: str | None) -> bool:
-    try:
-        corpus.locate(folder)
-    except FileNotFoundError:
-        return True
-    return False
-
-
 def require_data(settings: Sequence[Settings], *, data: str | None = None, **options: Any) -> None:
     """Raise FileNotFoundError if the text is missing, CorruptFileError if it is damaged."""
     for fallback in {run.fallback for run in settings}:
-        if not (fallback and is_missing(data)):
+        if fallback and corpus.is_missing(data):
+            place = (data_folder(data) / "ptb").resolve()
+            print_line(f"Penn Treebank is not in {place}: Python's documentation takes its place")
+        else:
             corpus.verify(data)
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes import datasets
+from recipes.execution import print_line
 
-__all__ = ["Images", "augment", "load", "normalise"]
+__all__ = ["Images", "augment", "load", "normalise", "require"]
 
 PADDING = 4  # pixels around an image from which a crop of its size is taken
 STATISTICS = {
@@ -105,6 +106,25 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
         2, rows[:, None, :, None].expand(-1, padded.shape[1], -1, padded.shape[3])
     )
     return cropped.gather(3, columns[:, None, None, :].expand(-1, padded.shape[1], size, -1))
+
+
+def require(name: str, folder: str | None, fallback: bool) -> None:
+    """Check that a data set is there and intact; say so if digits take its place.
+
+    Args:
+        name: of the data set.
+        folder: see `recipes.datasets`.
+        fallback: whether digits may take its place.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        CorruptFileError: a file is not the published one.
+    """
+    if fallback and datasets.is_missing(name, folder):
+        place = datasets.data_folder(folder).resolve()
+        print_line(f"{name} is not in {place}: digits take its place")
+    else:
+        datasets.verify(name, folder)
 
 
 @functools.lru_cache(maxsize=2)  # runs that follow each other in a process share it

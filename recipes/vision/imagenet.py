@@ -155,11 +155,15 @@ class Folders:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         options: dict[str, Any] = {"batch_size": size, "num_workers": self.workers}
         options |= {"pin_memory": self.device.type == "cuda"}
-        for images, labels in DataLoader(files, sampler=list(order), **options):
-            yield (
-                images.to(self.device, non_blocking=True),
-                labels.to(self.device, non_blocking=True),
-            )
+        try:
+            for images, labels in DataLoader(files, sampler=list(order), **options):
+                yield (
+                    images.to(self.device, non_blocking=True),
+                    labels.to(self.device, non_blocking=True),
+                )
+        except CorruptFileError as error:  # that of another process begins with its traceback
+            message = str(error).rpartition("CorruptFileError: ")[2].strip()
+            raise CorruptFileError(message) from None
 
     def normalise(self, images: Tensor) -> Tensor:
         """Return bytes as float32 of mean 0 and deviation 1 per channel."""

@@ -186,8 +186,8 @@ def require_data(settings: Sequence[Settings], *, data: str | None = None, **opt
     for name, fallback in dict.fromkeys((run.dataset, run.fallback) for run in settings):
         if name == "imagenet":
             imagenet.locate(data)
-        elif not (fallback and datasets.is_missing(name, data)):
-            datasets.verify(name, data)
+        else:
+            images.require(name, data, fallback)
 
 
 def missing_requirement(settings: Settings) -> str | None:

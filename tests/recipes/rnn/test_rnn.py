@@ -81,6 +81,8 @@ def test_damaged_text_is_refused(treebank: Path) -> None:
     with pytest.raises(SystemExit, match=r"ptb\.train\.txt is damaged or another text: its SHA"):
         command.main(["rnn", "--data", str(treebank), "--runs-only"])  # nor is it replaced
     (treebank / "ptb" / "ptb.train.txt").unlink()
+    with pytest.raises(SystemExit, match=r"no ptb\.train\.txt or ptb\.train\.txt\.gz"):
+        command.main(["rnn", "--data", str(treebank), "--runs-only"])
     (treebank / "ptb" / "ptb.train.txt.gz").write_bytes(b"no gzip")
     with pytest.raises(CorruptFileError, match=r"ptb\.train\.txt\.gz is damaged: Not a gzip"):
         corpus.verify(str(treebank))
@@ -151,7 +153,9 @@ def test_regularisation_and_dropout_are_of_training() -> None:
 def test_quick_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["rnn", "--out", str(tmp_path), "--data", str(tmp_path), "--device", "cpu"]
     command.main([*words, "--only", "*isa*"])  # Adam is not ours
-    assert "FAILS" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert output.startswith(f"Penn Treebank is not in {tmp_path / 'ptb'}: Python's documentation")
+    assert "FAILS" not in output
     results = json.loads((tmp_path / "rnn.json").read_text(encoding="utf-8"))
     for name, run_ in results["runs"].items():
         assert run_["documentation"]
