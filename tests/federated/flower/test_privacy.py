@@ -111,6 +111,8 @@ def test_noise_is_refused_where_updates_hold_weights():
     grid = federation(None, algorithm=algorithm, privacy=GaussianNoise(0.05, 0.1))
     with pytest.raises(NobodyTrainsError, match="whose updates can be clipped, got FedADMM"):
         start(grid, strategy(algorithm=algorithm))
+    with pytest.raises(ValueError, match="whose updates can be clipped, got FedADMM"):
+        strategy(algorithm=algorithm, privacy=GaussianNoise(0.05, 0.1))
 
 
 def test_clip_and_noise():

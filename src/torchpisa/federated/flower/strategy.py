@@ -192,6 +192,8 @@ class FederatedStrategy(Strategy):
             raise TypeError(f"checkpoint must be a file or None, got {checkpoint!r}")
         if checkpoint is not None and Path(checkpoint).is_dir():
             raise ValueError(f"checkpoint must be a file, got {str(checkpoint)!r}, a folder")
+        if privacy is not None:
+            privacy.check(algorithm)
         if privacy is not None and robust is not None:
             raise ValueError(
                 "privacy must be None with robust: which updates are rejected depends on what the "
