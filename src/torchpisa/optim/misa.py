@@ -226,7 +226,7 @@ class MISA(RoundOptimizer):
             over = dtensor.mesh_groups(wholes[:1])
             if self._replicas is not None and self._replicas not in over:
                 over.append(self._replicas)
-            trained = [param for param in self._params if param.requires_grad]
+            trained = [param for param in self.all_params if param.requires_grad]
             missing = owners.with_gradient_elsewhere(trained, over)
             if missing:
                 everyone = [

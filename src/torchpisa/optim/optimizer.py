@@ -31,6 +31,7 @@ class RoundOptimizer(Optimizer):
 
     Attributes:
         batches: the number of batches in a round; with a process group, of this rank's batches.
+        all_params: the parameters of all groups.
         round: the progress of the open round.
         observers: functions to call at the end of every round; neither copied nor saved.
     """
@@ -53,7 +54,9 @@ class RoundOptimizer(Optimizer):
     def reset_unsaved(self) -> None:
         """Reset what no checkpoint holds: caches, and what watches this run."""
         self.batches = int(self.defaults["batches"])
-        self._params = [p for group in getattr(self, "param_groups", ()) for p in group["params"]]
+        self.all_params = [
+            p for group in getattr(self, "param_groups", ()) for p in group["params"]
+        ]
         self._nonfinite = nonfinite.Watch()
         self._guard = Guard()
         self._accumulation = AccumulationWatch()
@@ -116,7 +119,7 @@ class RoundOptimizer(Optimizer):
                 an earlier step.
         """
         if closure is None and torch.compiler.is_compiling():
-            traced.step(self._params, self.instance_id, batch)
+            traced.step(self.all_params, self.instance_id, batch)
             return None
         return self._step(closure, batch)
 
@@ -127,7 +130,7 @@ class RoundOptimizer(Optimizer):
             self._report_nonfinite()
         # Two passes are often two losses of one batch, as of a GAN's real and generated images.
         if self.batches > 2:
-            self._accumulation.on_step(self._params, self.batches)
+            self._accumulation.on_step(self.all_params, self.batches)
         slot = self._free_slot(batch)
         for group in self.param_groups:  # checked before any dual changes
             lr = group["lr"]
@@ -211,7 +214,7 @@ class RoundOptimizer(Optimizer):
         """Begin the next round, check now and then that weights stay bounded, call observers."""
         self.round.begin_next()
         if not self.round.iteration % self._guard.every:
-            self._guard.check(self.round.iteration, self._params, self._advice)
+            self._guard.check(self.round.iteration, self.all_params, self._advice)
         for observe in self.observers:
             observe()
 
@@ -343,7 +346,7 @@ class RoundOptimizer(Optimizer):
             for param in added["params"]:
                 self.state.pop(param, None)
             raise
-        self._params += added["params"]
+        self.all_params += added["params"]
 
     def _check_named(self, group: Group) -> None:
         """Raise ValueError if some groups would have names for their parameters and others not.

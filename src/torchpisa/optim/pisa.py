@@ -384,11 +384,11 @@ class PISA(RoundOptimizer):
 
     def _members(self, slot: int | None = None) -> list[list[Member]]:
         if slot is not None and self.peers is not None:
-            self.peers.before_step(slot, self._params)
+            self.peers.before_step(slot, self.all_params)
         params = list(chain.from_iterable(map(itemgetter("params"), self.param_groups)))
-        if len(params) != len(self._params) or any(map(is_not, params, self._params)):
+        if len(params) != len(self.all_params) or any(map(is_not, params, self.all_params)):
             # The user has changed a list of parameters, as to prune a model.
-            self._params, self._parts_for = params, []
+            self.all_params, self._parts_for = params, []
         members: list[list[Member]] = []
         for part in self.parts():
             part_members = []
@@ -433,7 +433,7 @@ class PISA(RoundOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
         if self.peers is not None:
-            self.peers.on_zero_grad(self._params)
+            self.peers.on_zero_grad(self.all_params)
         super().zero_grad(set_to_none)
 
     def join_hook(self, **_: object) -> NoReturn:

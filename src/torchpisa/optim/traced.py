@@ -58,7 +58,7 @@ def _step(
     batch: int,
 ) -> None:
     optimizer = _OPTIMIZERS[number]
-    all_params = optimizer._params  # those of the graph, even if groups have changed since
+    all_params = optimizer.all_params  # those of the graph, even if groups have changed since
     before = [param.grad for param in all_params]
     given = iter(grads)
     for param, has_grad in zip(all_params, reached, strict=True):
