@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from recipes import datasets, ranks
+from recipes import ranks
 from recipes.budgets import RECIPE as BUDGETS
-from recipes.datasets import data_folder
+from recipes.datasets import CorruptFileError, data_folder
 from recipes.execution import Runs, print_line, rounded
 from recipes.gan import RECIPE as GAN
 from recipes.heterogeneity import RECIPE as HETEROGENEITY
@@ -319,7 +319,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"usage: python -m recipes NAME ...\n\n{listing}")
         wants_list = name in ("", "-h", "--help")
         sys.exit(0 if wants_list else f"\nNAME must be one of these, got {name!r}")
-    run_command(name, RECIPES[name], words)
+    try:
+        run_command(name, RECIPES[name], words)
+    except (OSError, CorruptFileError) as error:  # its message says it all
+        sys.exit(str(error))
 
 
 def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
@@ -373,23 +376,20 @@ def run_command(name: str, recipe: Recipe, words: Sequence[str]) -> None:
         sys.exit(f"{name} runs in one process: start it without torchrun")
     if ranks.by_torchrun() and args.jobs > 1:
         parser.error(f"--jobs must be 1 under torchrun, got {args.jobs}")
-    try:
-        with ranks.group(options.get("device", "cpu")) as device:
-            done = run_recipe(
-                recipe,
-                config,
-                folder / stem,
-                options={**options, "device": device} if "device" in options else options,
-                jobs=args.jobs,
-                only=args.only,
-                time_limit=args.time_limit,
-                tensorboard=args.tensorboard,
-                train=not args.no_runs,
-                known=known,
-            )
-            first = ranks.rank() == 0
-    except (OSError, datasets.CorruptFileError) as error:
-        sys.exit(str(error))
+    with ranks.group(options.get("device", "cpu")) as device:
+        done = run_recipe(
+            recipe,
+            config,
+            folder / stem,
+            options={**options, "device": device} if "device" in options else options,
+            jobs=args.jobs,
+            only=args.only,
+            time_limit=args.time_limit,
+            tensorboard=args.tensorboard,
+            train=not args.no_runs,
+            known=known,
+        )
+        first = ranks.rank() == 0
     if not first:
         return
     results = {"recipe": stem, "preset": args.preset, **done}

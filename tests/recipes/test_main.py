@@ -39,7 +39,7 @@ class Toy:
             plan=lambda config: {"flat": Slope(0.0), "steep": Slope(2 / 3)},
             run=self.run,
             check=lambda results: [Check("a", "said", "seen", self.holds)],
-            draw=lambda results, path: path.touch() or None,
+            draw=lambda results, path: path.write_bytes(b"") or None,
             run_key=dataclasses.asdict,
             partial=False,
         )
@@ -255,6 +255,16 @@ def test_folder_that_cannot_be_made_ends_the_command(toy: Toy) -> None:
     with pytest.raises(SystemExit, match=r"Not a directory: 'notes/"):
         command.main(["toy", "--out", "notes/here"])
     assert not toy.done
+
+
+def test_results_that_cannot_be_written_end_the_command(toy: Toy) -> None:
+    Path("runs/small/toy.json").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"Is a directory: 'runs.small.toy\.json'"):
+        command.main(["toy"])
+    Path("saved.json").write_text(json.dumps({"config": {}, "runs": {}}), encoding="utf-8")
+    Path("saved.svg").mkdir()
+    with pytest.raises(SystemExit, match=r"saved\.svg"):
+        command.main(["toy", "--show", "saved.json"])
 
 
 def test_log_that_another_command_wrote_over_is_not_put_on_the_time_limit(
