@@ -311,6 +311,7 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path):
         ({"participation": 1.5}, r"participation must be in \(0, 1\], got 1.5"),
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
         ({"poll": 0}, "poll must be a finite number > 0, got 0"),
+        ({"evaluate": print}, "evaluate must be one of True, False, got <built-in function print>"),
         ({"robust": RobustSelection(), "ledger": False}, "ledger must be True with robust, got F"),
         ({"checkpoint": Path(__file__).parent}, "checkpoint must be a file, got '.*', a folder"),
     ],

@@ -23,7 +23,7 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from torchpisa.checks import check_count, check_range
+from torchpisa.checks import check_choice, check_count, check_range
 from torchpisa.data import permutation
 from torchpisa.federated.algorithms import base
 from torchpisa.federated.algorithms.base import Algorithm, ServerState, Tensors
@@ -180,6 +180,9 @@ class FederatedStrategy(Strategy):
         check_count("seed", seed, 0)
         check_range("poll", poll, 0, low_open=True, high_open=True)
         check_range("max_share", max_share, 0, 1, low_open=True)
+        check_choice("bind_names", bind_names, (True, False))
+        check_choice("ledger", ledger, (True, False))
+        check_choice("evaluate", evaluate, (True, False))
         if samples is not None:
             if not isinstance(samples, Mapping) or any(not isinstance(n, str) for n in samples):
                 raise TypeError(
