@@ -61,7 +61,10 @@ def logged_weights(logs: Path, model: str) -> dict[str, str]:
     """Return the weights of a model in the header of the newest log that has them, or nothing."""
     for path in sorted(logs.glob(f"{model}_*.jsonl"), key=lambda log: -log.stat().st_mtime):
         with path.open(encoding="utf-8") as file:
-            noted: dict[str, str] = json.loads(file.readline())["config"]["weights"]
+            try:
+                noted: dict[str, str] = json.loads(file.readline())["config"]["weights"]
+            except ValueError:  # cut off
+                continue
         if model in noted:
             return {model: noted[model]}
     return {}
