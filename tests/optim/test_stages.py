@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -276,6 +277,35 @@ def test_bytes_of_state_with_state_dtype(stage: Stage) -> None:
     wide = {"gram"} if isinstance(stage, Whiten) else set()  # indefinite if it were rounded
     for name in stage.names:
         assert opt.state[w][name].dtype == (torch.float32 if name in wide else torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Counter(Stage):
+    """A stage of one's own, which counts rounds under the name that it is given."""
+
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def init_state(self, n: int, k: int, like: Tensor) -> dict[str, Tensor]:
+        return {self.name: like.new_zeros(1)}
+
+    def apply(self, u: Tensor, g: Tensor, state: Any, round: int) -> tuple[Tensor, dict[str, Any]]:
+        return u, {self.name: state[self.name] + 1}
+
+
+def test_names_of_state_that_are_taken() -> None:
+    param = nn.Parameter(torch.ones(3, 2))
+    opt = MISA([param], before=Counter("rounds"))
+    for _ in range(3):
+        param.grad = torch.ones(3, 2)
+        opt.step()
+    assert opt.state[param]["rounds"].item() == 3
+    for name in ("dual", "moment", "pending", "rows", "step", "", "gram.0"):
+        with pytest.raises(ValueError, match=rf"names of Counter .* reserved, got '{name}'"):
+            MISA([param], before=Counter(name))
 
 
 def test_what_is_refused() -> None:

@@ -25,6 +25,7 @@ from torchpisa.optim.param_groups import is_matrix, looks_like_embedding
 from torchpisa.optim.peers import DeviceMesh, ProcessGroup
 from torchpisa.optim.round import Group
 from torchpisa.preconditioners.consensus import Stage
+from torchpisa.preconditioners.consensus.base import check_names
 
 __all__ = ["MISA"]
 
@@ -381,6 +382,8 @@ class MISA(RoundOptimizer):
                 "before must be None or a stage of torchpisa.preconditioners.consensus, such as "
                 f"Whiten(), got {before!r}"
             )
+        if before is not None:
+            check_names(before)
         check_range("damping", group["damping"], 0, high_open=True)
         check_count("blocks", group["blocks"])
         if group["row_beta"] is not None:

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-__all__ = ["Stage", "is_due"]
+__all__ = ["Stage", "check_names", "is_due"]
+
+# Names of MISA's own state.
+_RESERVED = ("dual", "moment", "pending", "rows", "step")
 
 
 class Stage(ABC):
@@ -49,6 +52,16 @@ class Stage(ABC):
             round: the number of rounds done before, one number for all matrices. It is known to the
                 host, so it can decide what is done in some rounds only.
         """
+
+
+def check_names(stage: Stage) -> None:
+    """Raise ValueError if a name of a stage's state cannot be used."""
+    for name in stage.names:
+        if not isinstance(name, str) or not name or "." in name or name in _RESERVED:
+            raise ValueError(
+                f"names of {type(stage).__name__} must be strings without '.', and none of "
+                f"{', '.join(_RESERVED)}, which are reserved, got {name!r}"
+            )
 
 
 def is_due(round: int, every: int) -> bool:
