@@ -249,3 +249,5 @@ def test_what_is_refused() -> None:
         Simulation(straight(), clients, SISA(sigma=None), privacy=privacy)
     with pytest.raises(ValueError, match="delta must be"):
         GaussianNoise(1.0, 1.0, delta=1.0)
+    with pytest.raises(ValueError, match=r"delta must be in \(0, 1\), got 0"):
+        GaussianNoise.for_epsilon(3.0, clip=1.0, rounds=10, clients=10, delta=0)

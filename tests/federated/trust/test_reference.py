@@ -105,5 +105,9 @@ def test_arguments() -> None:
         Reference(straight(), x, y, loss=half_square)
     kinds = torch.tensor([0, 0, 1, 1])
     assert [len(y) for _, y in Reference(straight(), x, y, kinds=kinds).data] == [2, 2]
+    with pytest.raises(TypeError, match="kinds must be a tensor, got a list"):
+        Reference(straight(), x, y, kinds=[0, 0, 1, 1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="inputs and targets must have one length, got 4 and 3"):
+        Reference(straight(), x, y[:3], kinds=kinds)
     with pytest.raises(ValueError, match="limit must be"):
         Reference(straight(), x, y, kinds=kinds, limit=2.0)

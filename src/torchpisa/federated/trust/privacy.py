@@ -81,6 +81,7 @@ class GaussianNoise:
         check_range("epsilon", epsilon, 0, low_open=True, high_open=True)
         check_count("rounds", rounds)
         check_count("clients", clients)
+        cls(clip, 0.0, delta)  # checks both
         multiplier = _opacus("accountants.utils").get_noise_multiplier(
             target_epsilon=epsilon,
             target_delta=delta,

@@ -54,6 +54,13 @@ class Reference:
         largest: float = 5.0,
     ) -> None:
         kinds = targets if kinds is None else kinds
+        for name, value in (("inputs", inputs), ("targets", targets), ("kinds", kinds)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name} must be a tensor, got a {type(value).__name__}")
+        if len(inputs) != len(targets):
+            raise ValueError(
+                f"inputs and targets must have one length, got {len(inputs)} and {len(targets)}"
+            )
         if kinds.is_floating_point() or kinds.shape != (len(targets),) or not len(targets):
             raise ValueError(
                 f"kinds must be one integer for each of {len(targets)} samples, got "
