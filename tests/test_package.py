@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "federated": {"algorithms", "preconditioners", "penalty", "data", "checks"},
     "presets": {"checks", "penalty"},
     "registry": {"checks", "optim", "presets"},
-    "integrations": {"diagnostics", "optim", "registry"},
+    "integrations": {"checks", "diagnostics", "optim", "registry"},
     "__init__": {"optim", "registry"},
 }
 INTERNAL = {"checks", "kernels", "state_keys", "torch_private"}  # not of the public interface

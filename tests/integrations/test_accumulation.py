@@ -356,6 +356,30 @@ def test_other_windows_are_refused():
         takes_batches(optimizer, 8)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps must be an integer >= 1, got 0"),
+        ({"steps": 4.0}, r"steps must be an integer >= 1, got 4\.0"),
+        ({"divided_by": 0}, "divided_by must be a finite number > 0, got 0"),
+        ({"divided_by": "4"}, "divided_by must be a finite number > 0, got '4'"),
+        ({"max_norm": -1.0}, r"max_norm must be a number > 0, got -1\.0"),
+    ],
+)
+def test_hooks_refuse_bad_numbers(settings, message):
+    net = model()
+    optimizer = OPTIMIZERS["sisa"](net.parameters())
+    with pytest.raises(ValueError, match=message):
+        MicroBatchHooks(net, optimizer, **{"steps": STEPS, "divided_by": STEPS, **settings})
+
+
+def test_hooks_refuse_model_and_optimizer_in_the_wrong_order():
+    net = model()
+    optimizer = OPTIMIZERS["sisa"](net.parameters())
+    with pytest.raises(TypeError, match=r"model must be a .*, got SISA and Net"):
+        MicroBatchHooks(optimizer, net, steps=STEPS, divided_by=STEPS)
+
+
 def test_a_window_that_is_too_long_is_refused():
     batches, net = micro_batches(STEPS), model()
     optimizer = OPTIMIZERS["sisa"](net.parameters())

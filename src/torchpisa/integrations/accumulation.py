@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torchpisa.checks import check_count, check_range
 from torchpisa.optim import MISA, NSISA, PISA, SISA
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ class MicroBatchHooks:
         scaler: the GradScaler of the loop, if any.
 
     Raises:
-        ValueError: `batches` is neither 1 nor `steps`.
+        ValueError: `batches` is neither 1 nor `steps`, or a number is out of range.
+        TypeError: `model` or `optimizer` is something else.
 
     Examples:
         >>> import torch, torchpisa
@@ -196,6 +198,15 @@ class MicroBatchHooks:
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "model must be a torch.nn.Module and optimizer a torch.optim.Optimizer, got "
+                f"{type(model).__name__} and {type(optimizer).__name__}"
+            )
+        check_count("steps", steps)
+        check_range("divided_by", divided_by, 0, low_open=True, high_open=True)
+        if max_norm is not None:
+            check_range("max_norm", max_norm, 0, low_open=True)
         self._handles: list[RemovableHandle] = []
         self._watched: set[Tensor] = set()
         self._pending = False
