@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import pickle
 import shutil
 import warnings
 from abc import ABC, abstractmethod
@@ -146,11 +145,13 @@ def read_checkpoint(file: Path | None, key: str) -> dict[str, Any] | None:
         return None
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return state if state["settings"] == key else None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # the bytes decide what torch makes of them
         raise CorruptFileError(
             f"{file.resolve()} is damaged, or no checkpoint. Remove it, and the run begins anew"
         ) from error
-    return state if state["settings"] == key else None
 
 
 def save_atomically(state: dict[str, Any], file: Path) -> None:

@@ -1,5 +1,6 @@
 """Passes, checkpoints of runs, and seeds."""
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     start(tmp_path, 3)
     file = tmp_path / "run.pt"
     whole = file.read_bytes()
-    for damaged in (whole[:-100], b"", b"no checkpoint"):
+    weights = io.BytesIO()
+    torch.save({"weight": torch.zeros(2)}, weights)
+    for damaged in (whole[:-100], b"", b"no checkpoint", b"junk\n", weights.getvalue()):
         file.write_bytes(damaged)
         with pytest.raises(CorruptFileError, match=r"run\.pt is damaged, or no checkpoint"):
             list(run_training(Walk(), tmp_path))
