@@ -433,6 +433,11 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         "data must be samples, got a DataLoader, which has batches: pass .dataset",
     ),
+    (
+        lambda: split((torch.zeros(8, 3), torch.arange(8)), 2),
+        TypeError,
+        "data must be a dataset or its length, got a pair of arrays: give one of them",
+    ),
     (lambda: split(5, 2, seed=-1), ValueError, "seed must be an integer >= 0, got -1"),
     (
         lambda: split(5, 2, sizes=[5]),

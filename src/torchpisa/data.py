@@ -284,6 +284,11 @@ def length(data: Dataset[Any] | Sized | int) -> int:
     """Return the number of samples, given the data or that number itself."""
     if isinstance(data, DataLoader):
         raise TypeError("data must be samples, got a DataLoader, which has batches: pass .dataset")
+    pair = isinstance(data, tuple | list) and len(data) == 2
+    if pair and all(hasattr(part, "__array__") for part in cast(Sequence[Any], data)):
+        raise TypeError(
+            "data must be a dataset or its length, got a pair of arrays: give one of them"
+        )
     if hasattr(data, "__len__"):
         return len(cast(Sized, data))
     return _integer("data without a length", data, 1)

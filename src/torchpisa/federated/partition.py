@@ -20,7 +20,7 @@ import random
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence, Sized
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +58,8 @@ def iid(data: Dataset[Any] | Sized | int, clients: int, *, seed: int = 0) -> Par
         >>> iid(10, clients=3)
         Parts(sizes=(4, 3, 3))
     """
-    n = _sample_count(data)
-    _check_clients(clients, n, 1)
-    return split(n, clients, seed=seed)
+    _check_clients(clients, length(data), 1)
+    return split(data, clients, seed=seed)
 
 
 def by_label(
@@ -282,7 +281,7 @@ def by_quantity(
         >>> sum(parts.sizes), min(parts.sizes) >= 10
         (1000, True)
     """
-    n = _sample_count(data)
+    n = length(data)
     (sizes,) = _draw([n], clients, alpha, seed, smallest)
     return split(n, clients, sizes=sizes, seed=seed)
 
@@ -391,16 +390,6 @@ def _check_clients(clients: int, n: int, smallest: int) -> None:
     if clients * smallest > n:
         legal = f"at most {n // smallest} ({n} samples, at least {smallest} per client)"
         raise ValueError(f"clients must be {legal}, got {clients}")
-
-
-def _sample_count(data: Dataset[Any] | Sized | int) -> int:
-    """Return the number of samples; the length of a pair (inputs, targets) is another."""
-    pair = isinstance(data, tuple | list) and len(data) == 2
-    if pair and all(hasattr(part, "__array__") for part in cast(Sequence[Any], data)):
-        raise TypeError(
-            "data must be a dataset or its length, got a pair of arrays: give one of them"
-        )
-    return length(data)
 
 
 def _checked_sizes(sizes: Sequence[int], clients: int, n: int) -> list[int]:
