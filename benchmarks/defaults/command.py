@@ -22,6 +22,14 @@ def main(arguments: list[str]) -> None:
     add = parser.add_argument
     add("action", nargs="?", choices=("run", "prepare", "report"), default="run")
     add("--runs", type=Path, default=Path("runs/defaults.jsonl"), help="default: %(default)s")
+    add(
+        "--known",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE.json",
+        help="saved results, whose runs count as done",
+    )
     add("--only", choices=("choose", "judge"), help="one half of the tasks; default: both")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK")
     names = list(run.OPTIMIZERS)
@@ -50,14 +58,14 @@ def main(arguments: list[str]) -> None:
         # Seed by seed, so that whoever stops early has all tasks.
         order = itertools.product(range(args.seeds), tasks, args.schedules, args.optimizers)
         keys = [run.Key(task, optimizer, schedule, k) for k, task, schedule, optimizer in order]
-        todo = keys if args.again else list(run.missing(keys, run.read(args.runs)))
+        todo = keys if args.again else list(run.missing(keys, run.read(args.runs, args.known)))
         print(f"{len(todo)} of {len(keys)} runs to do, {args.jobs} at a time")
         left = run.run(todo, args.runs, args.jobs, args.limit_seconds)
         print(f"{args.runs}: {f'{left} runs left' if left else 'complete'}")
     else:
         from benchmarks.defaults import report  # draws with matplotlib
 
-        runs = run.read(args.runs)
+        runs = run.read(args.runs, args.known)
         if not runs:
             parser.error(f"--runs must be a file with runs, got {args.runs}")
         report.write(runs, args.results)

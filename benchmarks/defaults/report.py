@@ -20,17 +20,19 @@ from benchmarks.defaults.tasks import TASKS
 __all__ = ["BEST", "USUAL", "Scores", "Standing", "draw", "overview", "page", "standing", "write"]
 
 USUAL, BEST, MUON = "adamw-0.001", "adamw-best", "muon"
+MISA_AT_USUAL = "misa-0.001"
 NEAR = 1.05
 NAMES = {
     "sisa": "SISA",
     "nsisa": "NSISA",
     "misa": "MISA",
+    MISA_AT_USUAL: "MISA 1e-3",
     USUAL: "AdamW 1e-3",
     BEST: "AdamW, best of 4",
     MUON: "Muon + AdamW",
     "muon-rms": "Muon (RMS) + AdamW",
 }
-SHOWN = (*OURS, BEST, MUON, "muon-rms")  # beside AdamW at 1e-3
+SHOWN = (*OURS, MISA_AT_USUAL, BEST, MUON, "muon-rms")  # beside AdamW at 1e-3
 
 
 class Scores:
@@ -152,7 +154,8 @@ def page(runs: Sequence[Run], picture: str) -> str:
         f"{len(TASKS)} small tasks, {seeds} seeds, test data apart from validation data. Settings "
         f"may be chosen on the {len(halves['choose'])} tasks of the half `choose` only; the half "
         "`judge` says how good they are. SISA, NSISA, MISA, AdamW and Muon are made from the "
-        "model's parameters and nothing else but AdamW's rate; `Muon + AdamW` has Muon for hidden "
+        "model's parameters and nothing else but AdamW's rate; `MISA 1e-3` has AdamW's default "
+        "rate instead of its own, 4e-3; `Muon + AdamW` has Muon for hidden "
         "matrices and AdamW for the rest, both at torch's defaults, `Muon (RMS)` the same with "
         "`adjust_lr_fn='match_rms_adamw'`. A run diverged if its loss or metric is not finite, or "
         "if it ends worse than it began and worse than a model that knows nothing.",
@@ -227,17 +230,22 @@ def _notes(runs: Sequence[Run]) -> list[str]:
     for run in problems:
         subject = f"{run['task']}, {run['optimizer']}, {run['schedule']}, seed {run['seed']}"
         lines.append(f"{subject} ended with an error, and counts as diverged: {run['error']}")
-    machine = _only(run["cpu"] for run in runs)
-    versions = _only(json.dumps(run["versions"]) for run in runs)
-    said = [
-        ", ".join(f"{name} {number}" for name, number in json.loads(version).items())
-        for version in versions
-    ]
-    return [*lines, "", f"One core of {', '.join(machine)}; {'; '.join(said)}."]
+    machines = _machines(runs)
+    processors = dict.fromkeys(machine["cpu"] for machine in machines)
+    versions = dict.fromkeys(
+        ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+        for machine in machines
+    )
+    return [*lines, "", f"One core of {', '.join(processors)}; {'; '.join(versions)}."]
 
 
-def _only(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
+def _machines(runs: Iterable[Run]) -> list[dict[str, Any]]:
+    """Return the processors and versions of the runs, each pair once."""
+    machines: list[dict[str, Any]] = []
+    for run in runs:
+        of_run = run.get("machines") or [{name: run[name] for name in ("cpu", "versions")}]
+        machines += [machine for machine in of_run if machine not in machines]
+    return machines
 
 
 # The picture
@@ -295,12 +303,11 @@ def write(runs: Sequence[Run], folder: Path) -> None:
                 f"{settings[run['optimizer']]}: train again what is not up to date"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    shared = ("settings", "cpu", "versions")
-    machines = _only(json.dumps({name: run[name] for name in shared[1:]}) for run in runs)
+    shared = ("settings", "cpu", "versions", "machines")
     saved = {
         "tasks": {t.name: {"half": t.half, "metric": t.metric} for t in TASKS.values()},
         "settings": settings,
-        "machines": [json.loads(machine) for machine in machines],
+        "machines": _machines(runs),
     }
     lines = [json.dumps({k: v for k, v in run.items() if k not in shared}) for run in runs]
     text = json.dumps(saved)[:-1] + ', "runs": [\n' + ",\n".join(lines) + "\n]}\n"

@@ -1,5 +1,6 @@
 """Train every task with every optimizer, schedule and seed, one JSON line a run."""
 
+import json
 import math
 import time
 import warnings
@@ -57,18 +58,22 @@ def _muon(model: nn.Module, **settings: Any) -> list[torch.optim.Optimizer]:
     return [*muon, *([torch.optim.AdamW(rest)] if rest else [])]
 
 
-def _ours(cls: Callable[..., torch.optim.Optimizer], model: nn.Module) -> list[Any]:
-    return [cls(_trainable(model))]
+def _ours(
+    cls: Callable[..., torch.optim.Optimizer], model: nn.Module, **settings: Any
+) -> list[torch.optim.Optimizer]:
+    return [cls(_trainable(model), **settings)]
 
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 OURS = ("sisa", "nsisa", "misa")
 # Each makes the optimizers of a model, as somebody would who has read no more than the signature.
-# muon-rms is Muon as its documentation advises those who come with a learning rate of AdamW.
+# muon-rms is Muon as its documentation advises those who come with a learning rate of AdamW, and
+# misa-0.001 is MISA with AdamW's own, which suits VGG-11 better than the default.
 OPTIMIZERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "sisa": partial(_ours, torchpisa.SISA),
     "nsisa": partial(_ours, torchpisa.NSISA),
     "misa": partial(_ours, torchpisa.MISA),
+    "misa-0.001": partial(_ours, torchpisa.MISA, lr=1e-3),
     **{f"adamw-{lr:g}": partial(_adamw, lr=lr) for lr in RATES},
     "muon": _muon,
     "muon-rms": partial(_muon, adjust_lr_fn="match_rms_adamw"),
@@ -188,9 +193,23 @@ def _train_or_explain(key: Key, fraction: float) -> Run:
 # Many runs
 
 
-def read(path: Path) -> list[Run]:
-    """Return the runs in a file, of those with the same key the last."""
-    return list({key_of(run): run for run in pool.read_lines(path)}.values())
+def read(path: Path, known: Iterable[Path] = ()) -> list[Run]:
+    """Return runs, of those with the same key the last.
+
+    Args:
+        path: the file of lines.
+        known: results that `report.write` has saved, whose runs come first.
+    """
+    lines = [run for results in known for run in _read_results(results)]
+    return list({key_of(run): run for run in lines + pool.read_lines(path)}.values())
+
+
+def _read_results(path: Path) -> list[Run]:
+    saved = json.loads(path.read_text())
+    return [
+        {**run, "settings": saved["settings"][run["optimizer"]], "machines": saved["machines"]}
+        for run in saved["runs"]
+    ]
 
 
 def key_of(run: Run) -> Key:

@@ -275,6 +275,22 @@ def test_page_says_what_was_counted(tmp_path: Path) -> None:
     assert "<!-- MISA -->" in picture
 
 
+def test_saved_results_count(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.write(table(), tmp_path)
+    known, path = tmp_path / "defaults.json", tmp_path / "runs.jsonl"
+    new = [result(task, "misa", 0.5, 1, cpu="another") for task in ("sparse", "gan")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in new))
+    arguments = ["--runs", str(path), "--known", str(known), "--results", str(tmp_path)]
+    command.main(["report", *arguments])
+    saved = json.loads(known.read_text())
+    tests = {run.key_of(line): line["test"] for line in saved["runs"]}
+    assert len(saved["runs"]) == len(tests) == len(table()) + 1
+    assert tests[Key("sparse", "misa", "cosine", 1)] == 0.5  # the newer run, not the saved one
+    assert [machine["cpu"] for machine in saved["machines"]] == ["a processor", "another"]
+    assert "One core of a processor, another; torch 2.9." in (tmp_path / "defaults.md").read_text()
+
+
 def test_runs_with_different_settings_are_not_averaged(tmp_path: Path) -> None:
     runs = [*table(), result("gan", "misa", 1.0, settings={"misa": {"lr": 2.0}})]
     with pytest.raises(ValueError, match="misa have different settings"):
