@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import engines, first_round, uneven_parts
 from benchmarks.defaults import report as defaults
+from benchmarks.defaults.tasks import TASKS
 from recipes.budgets.config import TRIALS
 from torchpisa.presets import PAPER_TABLE, PRESETS
 
@@ -73,6 +74,26 @@ def test_overview() -> None:
     ]
     constant, cosine = sum(better[:2]), sum(better[2:4])
     assert f"better than AdamW at 1e-3 on {constant} and {cosine} of 18 tasks |" in PAGE
+
+
+def test_smaller_rate() -> None:
+    """Where MISA gains by AdamW's rate, and how often it is then ahead of AdamW."""
+    scores = defaults.Scores(runs("defaults"))
+    ahead, gains = {}, {}
+    for schedule in ("constant", "cosine"):
+        ahead[schedule] = sum(scores.ratio(t, "misa-0.001", schedule) < 1 for t in TASKS)
+        gains[schedule] = {t for t in TASKS if scores.ratio(t, "misa-0.001", schedule, "misa") < 1}
+    text = words("docs/results.md")
+    assert f"than AdamW on {ahead['constant']} tasks with a constant schedule and" in text
+    assert f"schedule and on {ahead['cosine']} with a cosine. It gains" in text
+    assert gains == {"constant": {"gan"}, "cosine": {"gan", "imbalanced"}}
+    normalised = {
+        name
+        for name, task in TASKS.items()
+        for module in task.make(0).modules
+        if any(type(part).__name__.endswith(("Norm", "Norm2d")) for part in module.modules())
+    }
+    assert normalised == {"cnn", "transformer"}
 
 
 def test_finetuning() -> None:
