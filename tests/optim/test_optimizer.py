@@ -580,6 +580,7 @@ def test_flattened_state_dict(cls):
     if cls is MISA:
         set_optimizer_state_dict(several, b, flat, options=options)
         assert (b.iteration, b.synced, b.batches) == (5, True, 2)
-    else:
-        with pytest.raises(ValueError, match="must be for batches=2, got batches=1"):
+    else:  # torch 2.6 looks for the state of the second batch before it asks the optimizer
+        problem = r"must be for batches=2, got batches=1|state\.0\.weight\.dual\.1"
+        with pytest.raises((ValueError, KeyError), match=problem):
             set_optimizer_state_dict(several, b, flat, options=options)
