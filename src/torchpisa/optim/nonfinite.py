@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ _SMALL = 2**14
 
 # Devices on which a check would make the host wait; tests add the CPU.
 DEFERRED_ON = ["cuda"]
+
+_GRADIENT = attrgetter("grad")
 
 
 class Verdict(NamedTuple):
@@ -81,11 +84,10 @@ def examine(
         deferred.append(later)
         searching = searching or (kernel.finds_nonfinite and bool(part_members))
         if not later and not kernel.finds_nonfinite:
-            for member in part_members:
-                grad = member.grad
-                if grad is not None:
-                    plain = type(grad) is Tensor and not grad.is_complex()
-                    unchecked.append(grad if plain else real(dtensor.local(grad)))
+            grads = list(map(_GRADIENT, part_members))
+            if {*map(type, grads)} != {Tensor} or any(map(Tensor.is_complex, grads)):
+                grads = [real(dtensor.local(grad)) for grad in grads]
+            unchecked += grads
     if found_inf is None and mode == "raise":
         bad = []
         if unchecked and _any_nonfinite(unchecked):
