@@ -105,3 +105,21 @@ def test_looking_changes_nothing(entry, monkeypatch):
             )
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("make", [SISA, MISA])
+@pytest.mark.parametrize("number", range(5))
+def test_a_bad_gradient_is_found_at_once_wherever_it_is(monkeypatch, make, number):
+    """On a CPU; small and large tensors, and those of other dtypes, are looked at in other ways."""
+    monkeypatch.setattr(nonfinite, "DEFERRED_ON", ["cuda"])
+    small, matrix, large = torch.ones(3), torch.ones(4, 2), torch.ones(nonfinite._SMALL + 1)
+    kinds = [small, matrix, large, torch.ones(3, dtype=torch.cfloat), small.double()]
+    params = [nn.Parameter(tensor.clone()) for tensor in kinds]
+    opt = make(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    params[number].grad.view(-1)[-1] = torch.inf
+    with pytest.raises(FloatingPointError, match=f"parameter {number} of group 0"):
+        opt.step()
+    for param, tensor in zip(params, kinds, strict=True):
+        assert torch.equal(param, tensor)
