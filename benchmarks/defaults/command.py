@@ -51,6 +51,10 @@ def main(arguments: list[str]) -> None:
     for name in ("seeds", "jobs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be >= 1, got {getattr(args, name)}")
+    try:
+        runs = run.read(args.runs, args.known)
+    except ValueError as error:
+        parser.error(str(error))
     if args.action == "prepare":
         print(data.prepare())
     elif args.action == "run":
@@ -58,14 +62,13 @@ def main(arguments: list[str]) -> None:
         # Seed by seed, so that whoever stops early has all tasks.
         order = itertools.product(range(args.seeds), tasks, args.schedules, args.optimizers)
         keys = [run.Key(task, optimizer, schedule, k) for k, task, schedule, optimizer in order]
-        todo = keys if args.again else list(run.missing(keys, run.read(args.runs, args.known)))
+        todo = keys if args.again else list(run.missing(keys, runs))
         print(f"{len(todo)} of {len(keys)} runs to do, {args.jobs} at a time")
         left = run.run(todo, args.runs, args.jobs, args.limit_seconds)
         print(f"{args.runs}: {f'{left} runs left' if left else 'complete'}")
     else:
         from benchmarks.defaults import report  # draws with matplotlib
 
-        runs = run.read(args.runs, args.known)
         if not runs:
             parser.error(f"--runs must be a file with runs, got {args.runs}")
         report.write(runs, args.results)

@@ -1,6 +1,5 @@
 """Train every task with every optimizer, schedule and seed, one JSON line a run."""
 
-import json
 import math
 import time
 import warnings
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import torchpisa
 from benchmarks import pool
 from benchmarks.defaults.tasks import TASKS
+from benchmarks.saved import read_saved
 from torchpisa.optim import param_groups
 
 __all__ = ["OPTIMIZERS", "OURS", "RATES", "SCHEDULES", "Key", "missing", "read", "run", "train"]
@@ -199,13 +199,17 @@ def read(path: Path, known: Iterable[Path] = ()) -> list[Run]:
     Args:
         path: the file of lines.
         known: results that `report.write` has saved, whose runs come first.
+
+    Raises:
+        ValueError: a file of `known` holds no such results.
     """
     lines = [run for results in known for run in _read_results(results)]
     return list({key_of(run): run for run in lines + pool.read_lines(path)}.values())
 
 
 def _read_results(path: Path) -> list[Run]:
-    saved = json.loads(path.read_text())
+    entries = {"runs": list, "settings": dict, "machines": list, "tasks": dict}
+    saved = read_saved("--known", path, "python -m benchmarks defaults report", **entries)
     return [
         {**run, "settings": saved["settings"][run["optimizer"]], "machines": saved["machines"]}
         for run in saved["runs"]

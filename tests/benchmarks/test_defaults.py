@@ -291,6 +291,20 @@ def test_saved_results_count(tmp_path: Path) -> None:
     assert "One core of a processor, another; torch 2.9." in (tmp_path / "defaults.md").read_text()
 
 
+@pytest.mark.parametrize("text", [None, "no JSON", "[]", '{"runs": []}'])
+def test_foreign_results_are_refused(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = tmp_path / "other.json"
+    if text is not None:
+        known.write_text(text)
+    with pytest.raises(SystemExit):
+        command.main(["run", "--runs", str(tmp_path / "none"), "--known", str(known)])
+    assert f"--known must be written by python -m benchmarks defaults report, got {known}" in (
+        capsys.readouterr().err
+    )
+
+
 def test_runs_with_different_settings_are_not_averaged(tmp_path: Path) -> None:
     runs = [*table(), result("gan", "misa", 1.0, settings={"misa": {"lr": 2.0}})]
     with pytest.raises(ValueError, match="misa have different settings"):
